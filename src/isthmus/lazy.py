@@ -20,12 +20,14 @@ if TYPE_CHECKING:
 else:
 
     class _OnFirstUse(ModuleType):
-        """Stands for a module until one of its attributes is asked for."""
+        """Stands for a module until one of its attributes is asked for, and keeps what it gave."""
 
         def __getattr__(self, name: str) -> Any:
             if name.startswith("__"):
                 raise AttributeError(name)
-            return getattr(importlib.import_module(self.__name__), name)
+            value = getattr(importlib.import_module(self.__name__), name)
+            setattr(self, name, value)  # found without this function the next time
+            return value
 
     torch = _OnFirstUse("torch")
     dist = _OnFirstUse("torch.distributed")

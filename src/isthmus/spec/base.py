@@ -40,6 +40,9 @@ class Spec(BaseModel):
         ser_json_inf_nan="strings",
     )
 
+    input_keys: ClassVar[Mapping[str, str]] = {}
+    """Keys that are read but stand for others, such as the name of a preset, each with its help."""
+
     @model_validator(mode="before")
     @classmethod
     def _spell_out(cls, data: Any) -> Any:
@@ -54,12 +57,16 @@ class Spec(BaseModel):
                 spelled[key] = cls._with_kind(key, value)
                 continue
             if field in data:
-                raise PydanticCustomError("given_twice", f"give either {key} or {field}, not both")
+                raise PydanticCustomError(
+                    "given_twice",
+                    "give either {key} or {field}, not both",
+                    {"key": key, "field": field},
+                )
             if isinstance(value, int | float) and not isinstance(value, bool):
                 raise PydanticCustomError(
                     "unit_missing",
-                    f'{key} needs a unit, as in {key} = "{UNIT_SUFFIXES[_suffix(field)]}" '
-                    f"(or give {field} as a number)",
+                    '{key} needs a unit, as in {key} = "{example}" (or give {field} as a number)',
+                    {"key": key, "field": field, "example": UNIT_SUFFIXES[_suffix(field)]},
                 )
             spelled[field] = value
         return spelled
@@ -119,7 +126,9 @@ def kinds_of(family: type[KindSpec]) -> dict[str, type[KindSpec]]:
         importlib.import_module(module.name)
     for plugin in entry_points(group=PLUGIN_GROUP):
         plugin.load()
-    return dict(sorted(family.members.items()))
+    return {
+        name: member for name, member in sorted(family.members.items()) if issubclass(member, family)
+    }
 
 
 @dataclass(frozen=True)

@@ -141,9 +141,10 @@ def _parse_setting(setting: str) -> tuple[list[str], Any]:
 
 
 def _nest(path: Sequence[str], value: Any) -> dict[str, Any]:
+    nested: Any = value
     for part in reversed(path):
-        value = {part: value}
-    return value
+        nested = {part: nested}
+    return nested
 
 
 def _merge(
@@ -191,6 +192,8 @@ def _problems(
     known = [key.path for key in walk(spec)]
     source = Resolved(spec.model_construct(), origins)
     for details in error.errors(include_url=False):
+        if details["type"] == "default_factory_not_called":
+            continue  # it only follows from another error
         path = _dotted(details["loc"], table)
         origin = source.origin(path)
         where = f" ({origin})" if origin != DEFAULT_ORIGIN else ""

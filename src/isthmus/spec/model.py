@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -151,6 +151,10 @@ class ModelSpec(Spec):
         preset = "gpt-10m"
         num_layers = 12
     """
+
+    input_keys: ClassVar[Mapping[str, str]] = {
+        "preset": f"Take the sizes of a known model: {', '.join(PRESETS)}.",
+    }
 
     vocab_size: Count = 256
     """Number of distinct tokens; 256 for bytes."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self, cast
 
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -100,7 +100,7 @@ class RunSpec(Spec):
     """The optimizer and its schedule."""
     parallel: ParallelSpec = ParallelSpec()
     """Axes of the device mesh."""
-    sync: Annotated[SyncSpec, ByKind()] = Field(default="allreduce")
+    sync: Annotated[SyncSpec, ByKind()] = Field(default=cast("SyncSpec", "allreduce"))
     """How replicas agree."""
     checkpoint: CheckpointSpec = CheckpointSpec()
     """When checkpoints are written and how many are kept."""

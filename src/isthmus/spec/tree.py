@@ -46,6 +46,8 @@ class Key:
 
 def walk(spec: type[Spec], prefix: str = "") -> Iterator[Key]:
     """All keys below a spec class, depth first, with those of every kind."""
+    for name, about in spec.input_keys.items():
+        yield Key(f"{prefix}{name}", FieldInfo(annotation=str, description=about), spec)
     for name, field in spec.model_fields.items():
         key = Key(f"{prefix}{name}", field, spec)
         yield key

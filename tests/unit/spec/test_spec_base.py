@@ -90,7 +90,9 @@ def test_a_kind_is_given_by_name_by_table_or_as_itself(given_as: object, expecte
     assert Picture.model_validate(picture.model_dump(mode="json")) == picture
 
 
-@pytest.mark.parametrize("wrong", ["cube", {"kind": "cube"}, {"kind": "circle", "side": 1}, {"radius": 1}, 3])
+@pytest.mark.parametrize(
+    "wrong", ["cube", {"kind": "cube"}, {"kind": "circle", "side": 1}, {"radius": 1}, 3]
+)
 def test_what_no_kind_takes_is_refused(wrong: object) -> None:
     with pytest.raises(ValidationError):
         Picture.model_validate({"shape": wrong})

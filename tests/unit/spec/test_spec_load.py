@@ -13,6 +13,8 @@ from isthmus.spec.cluster import ClusterSpec
 from isthmus.spec.load import load, to_toml
 from isthmus.spec.run import RunSpec, differences
 
+SITE_A = '[[sites]]\nname="a"\n[[sites.hosts]]\nname="h"\n'
+
 
 def write(path: Path, text: str) -> Path:
     path.write_text(text, encoding="utf-8")
@@ -156,7 +158,7 @@ def test_only_what_changes_the_learning_counts_as_a_difference() -> None:
             "no link leads",
         ),
         (
-            '[[sites]]\nname="a"\n[[sites.hosts]]\nname="h"\n[[links]]\nbetween=["a","z"]\nbandwidth="1 Mbit/s"\n',
+            SITE_A + '[[links]]\nbetween=["a","z"]\nbandwidth="1 Mbit/s"\n',
             "names the site z",
         ),
         (
@@ -164,7 +166,7 @@ def test_only_what_changes_the_learning_counts_as_a_difference() -> None:
             "declared twice",
         ),
         (
-            '[[sites]]\nname="a"\n[[sites.hosts]]\nname="h"\n[[sites.hosts.nics]]\nbandwidth="0 bit/s"\n',
+            SITE_A + '[[sites.hosts.nics]]\nbandwidth="0 bit/s"\n',
             "greater than 0",
         ),
     ],

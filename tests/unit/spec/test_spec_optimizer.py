@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -37,7 +39,7 @@ def test_the_warm_up_is_a_straight_line_from_above_zero(kind: type[Schedule], wa
 @given(schedules, st.integers(200, 1000))
 def test_the_rate_makes_no_jump(kind: type[Schedule], steps: int) -> None:
     factors = [kind(warmup_steps=20).factor(step, steps) for step in range(steps)]
-    jumps = [abs(after - before) for before, after in zip(factors, factors[1:], strict=False)]
+    jumps = [abs(after - before) for before, after in pairwise(factors)]
     assert max(jumps) < 0.25 if kind is WarmupStableDecay else max(jumps) < 0.06
 
 
