@@ -109,6 +109,16 @@ class KindSpec(Spec):
     room: ClassVar[str] = ""
     members: ClassVar[dict[str, type[KindSpec]]] = {}
 
+    def label(self) -> str:
+        """The kind, and what differs from its defaults: ``allreduce(codec=int8(block=64))``."""
+        changed = [
+            f"{name}={value.label() if isinstance(value, KindSpec) else value}"
+            for name, field in type(self).model_fields.items()
+            if name != "kind" and (value := getattr(self, name)) != field.default
+        ]
+        kind = getattr(self, "kind", type(self).__name__)
+        return f"{kind}({', '.join(changed)})" if changed else kind
+
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
         """Start a member table for a new family, or enter a member in its family's."""
@@ -127,7 +137,9 @@ def kinds_of(family: type[KindSpec]) -> dict[str, type[KindSpec]]:
     for plugin in entry_points(group=PLUGIN_GROUP):
         plugin.load()
     return {
-        name: member for name, member in sorted(family.members.items()) if issubclass(member, family)
+        name: member
+        for name, member in sorted(family.members.items())
+        if issubclass(member, family)
     }
 
 

@@ -35,11 +35,13 @@ class Resolved(Generic[SpecT]):
     origins: Mapping[str, str] = field(default_factory=dict)
 
     def origin(self, path: str) -> str:
-        """Where the value of a dotted key came from."""
+        """Where the value of a dotted key came from; a preset brings all keys of its table."""
         while path:
-            if path in self.origins:
-                return self.origins[path]
-            path = path.rpartition(".")[0]
+            table = path.rpartition(".")[0]
+            for key in (path, f"{table}.preset"):
+                if key in self.origins:
+                    return self.origins[key]
+            path = table
         return DEFAULT_ORIGIN
 
 
@@ -70,8 +72,18 @@ def load(spec: type[SpecT], file: Path | None = None, sets: Sequence[str] = ()) 
 
 def to_toml(spec: Spec, resolved: Resolved[Any] | None = None) -> str:
     """The spec as TOML that reads back equal; with ``resolved``, non-defaults say their origin."""
-    text = tomli_w.dumps(spec.model_dump(mode="json", exclude_none=True))
+    text = tomli_w.dumps(_kind_first(spec.model_dump(mode="json", exclude_none=True)))
     return text if resolved is None else "".join(_with_origins(text, resolved))
+
+
+def _kind_first(value: Any) -> Any:
+    """The same tables, each with its kind at the head."""
+    if isinstance(value, Mapping):
+        ordered = sorted(value, key=lambda key: key != "kind")
+        return {key: _kind_first(value[key]) for key in ordered}
+    if isinstance(value, list):
+        return [_kind_first(item) for item in value]
+    return value
 
 
 def _with_origins(text: str, resolved: Resolved[Any]) -> Iterator[str]:

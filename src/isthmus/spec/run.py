@@ -28,7 +28,7 @@ NOT_IDENTITY: Final = frozenset({"name", "ranks", "parallel", "checkpoint", "dea
 class TrainSpec(Spec):
     """The training loop."""
 
-    steps: int = Field(300, ge=1)
+    steps: int = Field(500, ge=1)
     """Optimizer steps of the whole run."""
     global_batch_size: int = Field(8, ge=1)
     """Samples per optimizer step, over all ranks."""
@@ -40,9 +40,9 @@ class TrainSpec(Spec):
     """Where to compute; ``auto`` takes an accelerator if there is one."""
     compile: bool = False
     """Compile the model with torch.compile."""
-    validate_every_steps: int = Field(50, ge=0)
+    validate_every_steps: int = Field(100, ge=0)
     """Steps between two validations; 0 validates only at the end."""
-    validation_samples: int = Field(256, ge=1)
+    validation_samples: int = Field(128, ge=1)
     """Samples of each validation, spread evenly over the validation set."""
 
     def accumulation_steps(self, world_size: int) -> int:

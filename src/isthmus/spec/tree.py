@@ -25,8 +25,8 @@ class Key:
 
     @property
     def help(self) -> str:
-        """What the key means: the docstring of its field on one line."""
-        return " ".join((self.field.description or "").split())
+        """What the key means: the docstring of its field on one line, as plain text."""
+        return " ".join((self.field.description or "").replace("``", "").split())
 
     @property
     def default(self) -> Any:
@@ -105,7 +105,7 @@ def _type_name(annotation: Any) -> str:
     if origin is typing.Literal:
         return " or ".join(f'"{choice}"' for choice in arguments)
     if origin in (Union, types.UnionType):
-        return " or ".join(_type_name(argument) for argument in arguments)
+        return " or ".join(dict.fromkeys(_type_name(argument) for argument in arguments))
     if origin in (tuple, list):
         return "list of " + " or ".join(dict.fromkeys(_type_name(a) for a in arguments))
     if isinstance(annotation, type) and issubclass(annotation, Spec):

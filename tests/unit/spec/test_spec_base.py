@@ -106,6 +106,14 @@ def test_a_table_without_a_kind_is_of_the_default_kind() -> None:
     assert (run.data.kind, run.optimizer.schedule.kind) == ("stdlib", "wsd")
 
 
+def test_a_label_says_what_differs_from_the_default() -> None:
+    from isthmus.codec.int8 import Int8
+    from isthmus.sync.allreduce import AllReduce
+
+    assert AllReduce().label() == "allreduce"
+    assert AllReduce(codec=Int8(block=64)).label() == "allreduce(codec=int8(block=64))"
+
+
 def test_families_do_not_share_members() -> None:
     assert set(kinds_of(Shape)) == {"square", "circle"}
 

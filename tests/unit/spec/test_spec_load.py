@@ -33,6 +33,14 @@ def test_a_later_source_wins_and_is_named(tmp_path: Path) -> None:
     assert resolved.origin("train.compile") == "default"
 
 
+@pytest.mark.parametrize("setting", ["model=gpt-3m", "model.preset=gpt-3m"])
+def test_what_a_preset_brings_comes_from_where_it_was_named(setting: str) -> None:
+    resolved = load(RunSpec, None, [setting, "model.num_layers=2"])
+    assert resolved.origin("model.hidden_size") == f"--set {setting}"
+    assert resolved.origin("model.num_layers") == "--set model.num_layers=2"
+    assert resolved.origin("data.sequence_length") == "default"
+
+
 def test_files_may_extend_several_and_the_last_wins(tmp_path: Path) -> None:
     write(tmp_path / "a.toml", "seed = 1\n[train]\nsteps = 5\n")
     write(tmp_path / "b.toml", "seed = 2\n")
