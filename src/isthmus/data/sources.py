@@ -222,9 +222,15 @@ def _roots(path: str) -> list[Path]:
 def _walk(
     root: Path, base: Path, *, wanted: Callable[[str], bool], seen: set[tuple[int, int]]
 ) -> Iterator[FoundFile]:
-    """Files below a directory, links followed, no directory entered twice."""
+    """Files below a directory, links followed, no directory entered twice.
+
+    Runs of isthmus are passed over: what they write must not become what they learn from.
+    """
     seen.add(_identity(root))
     for folder, subfolders, names in os.walk(root, followlinks=True, onerror=_unreadable):
+        if "run.toml" in names and "events" in subfolders:
+            subfolders.clear()
+            continue
         kept = []
         for name in sorted(filter(wanted, subfolders)):
             identity = _identity(Path(folder, name))

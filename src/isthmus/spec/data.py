@@ -53,7 +53,7 @@ class FilesData(TextDataSpec):
     """Which source this is."""
     paths: tuple[str, ...] = Field(min_length=1)
     """Directories (read with all below them), files, or patterns such as ``corpus/**/*.txt``.
-    Names that begin with a dot are left out of directories."""
+    Names that begin with a dot are left out of directories, and so are runs of isthmus."""
     suffixes: tuple[str, ...] = ()
     """Endings of the files to take from directories, such as ``.txt``; empty takes all."""
     split: Literal["file", "tail"] = "file"

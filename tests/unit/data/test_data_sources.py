@@ -111,6 +111,15 @@ def test_the_cache_is_never_its_own_text(tree: Path) -> None:
     assert "cache/train.bin" not in names(source_of(tree, cache_dir=cache))
 
 
+def test_a_run_never_learns_from_runs(tree: Path) -> None:
+    before = names(source_of(tree))
+    for run in ("runs/one", "runs/two"):
+        (tree / run / "events").mkdir(parents=True)
+        (tree / run / "run.toml").write_text("seed = 1\n")
+        (tree / run / "events" / "rank-00000.jsonl").write_text("{}\n")
+    assert names(source_of(tree)) == before
+
+
 def test_names_that_are_not_utf8(tree: Path) -> None:
     (tree / os.fsdecode(b"caf\xe9.txt")).write_text("x")
     assert "caf\\xe9.txt" in names(source_of(tree))
