@@ -149,6 +149,16 @@ def cores() -> Cores:
     return Cores(logical, psutil.cpu_count(logical=False), allowed, cgroup_limits().cpus)
 
 
+def processor(cpuinfo: Path = Path("/proc/cpuinfo")) -> str | None:
+    """Name of the processor, as it says itself or else as its architecture; None if unknown."""
+    with suppress(OSError):
+        for line in cpuinfo.read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() in ("model name", "Model") and value.strip():
+                return value.strip()
+    return platform.processor() or platform.machine() or None
+
+
 def memory() -> Memory:
     """Main memory in total and available, both capped by the control group's limit."""
     system, limits = psutil.virtual_memory(), cgroup_limits()

@@ -14,13 +14,16 @@ ruined. No resampling, so the same measurements always give the same interval.
 
 The control runs A against itself in blocks of its own, between the others. Its ratio must come out
 as 1; how far its interval reaches is how small an effect this machine can show today.
+
+Several processes that measure one thing together (the ranks of a group) call ``compare`` with the
+same seed: then they run the same variant at the same time.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from random import Random
@@ -33,6 +36,8 @@ MIN_BLOCKS: Final = 6
 
 Run = Callable[[], float]
 """Does the work once and returns what it measured; positive, usually seconds."""
+RunOfSeveral = Callable[[], Mapping[str, float]]
+"""Does the work once and returns all that it measured, by name; always the same names."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,10 @@ class Comparison:
         control_ratio: A over A, by the same method; None if no control ran.
         control_interval: Its 95 % interval; None if no control ran.
         blocks: Number of blocks behind each ratio.
+        difference: B minus A, in their unit: the centre over blocks, as of the log ratios.
+        difference95: Its 95 % interval.
+        a: A's measures in the blocks that judge.
+        b: B's.
     """
 
     ratio: float
@@ -69,6 +78,10 @@ class Comparison:
     control_ratio: float | None
     control_interval: tuple[float, float] | None
     blocks: int
+    difference: float
+    difference95: tuple[float, float]
+    a: Sample
+    b: Sample
 
     @property
     def differs(self) -> bool:
@@ -79,6 +92,16 @@ class Comparison:
     def sound(self) -> bool:
         """Whether the control's interval holds 1 (a sound control fails once in twenty)."""
         return self.control_interval is None or _holds_one(self.control_interval)
+
+    def at_most(self, limit: float) -> bool | None:
+        """Whether B's measure is at most ``limit`` times A's; None if these blocks can't tell.
+
+        It is only denied where the excess is also more than A's over itself.
+        """
+        if self.sound and self.interval95[1] <= limit:
+            return True
+        noise = self.control_interval[1] if self.control_interval else 1.0
+        return False if self.sound and self.interval95[0] > max(limit, noise) else None
 
     def __str__(self) -> str:
         text = f"{_ratio_text(self.ratio, self.interval95)} over {self.blocks} blocks"
@@ -114,18 +137,48 @@ def compare(a: Run, b: Run, *, blocks: int, control: bool = True, seed: int = 0)
     Raises:
         ValueError: If there are too few blocks, or a run returns no positive number.
     """
+    (only,) = compare_each(
+        lambda: {"": a()}, lambda: {"": b()}, blocks=blocks, control=control, seed=seed
+    ).values()
+    return only
+
+
+def compare_each(
+    a: RunOfSeveral,
+    b: RunOfSeveral,
+    *,
+    blocks: int,
+    control: bool = True,
+    seed: int = 0,
+    on_block: Callable[[int], None] = lambda done: None,
+) -> dict[str, Comparison]:
+    """As :func:`compare`, of several measures that are taken in the same runs.
+
+    Args:
+        a: The variant to compare with.
+        b: The variant that is judged.
+        blocks: Blocks of four runs; at least 6.
+        control: Whether to compare A with itself, too.
+        seed: Decides the orders within and of the blocks.
+        on_block: Called after each block, and its control, with how many are done.
+
+    Returns:
+        A comparison for each measure, by its name.
+
+    Raises:
+        ValueError: As :func:`compare`.
+    """
     if blocks < MIN_BLOCKS:
         raise ValueError(f"{blocks} blocks give no 95 % interval; use at least {MIN_BLOCKS}")
     random = Random(seed)
-    pairs = {"judged": (a, b), "control": (a, a)} if control else {"judged": (a, b)}
-    log_ratios: dict[str, list[float]] = {name: [] for name in pairs}
-    for _ in range(blocks):
-        for name in random.sample(sorted(pairs), len(pairs)):
-            log_ratios[name].append(_block(*pairs[name], b_leads=random.random() < 0.5))
-    judged, its_interval = ratio_of(log_ratios["judged"])
-    if not control:
-        return Comparison(judged, its_interval, None, None, blocks)
-    return Comparison(judged, its_interval, *ratio_of(log_ratios["control"]), blocks)
+    judged: list[_Block] = []
+    controls: list[_Block] = []
+    pairs = [(a, b, judged), (a, a, controls)] if control else [(a, b, judged)]
+    for done in range(1, blocks + 1):
+        for first, second, results in random.sample(pairs, len(pairs)):
+            results.append(_block(first, second, b_leads=random.random() < 0.5))
+        on_block(done)
+    return {name: _comparison(name, judged, controls) for name in judged[0].a[0]}
 
 
 def ratio_of(log_ratios: Sequence[float]) -> tuple[float, tuple[float, float]]:
@@ -176,17 +229,50 @@ def _ranks_outside(count: int, confidence: float) -> int:
     return int(np.searchsorted(np.cumsum(probability), tail, side="right")) - 1
 
 
-def _block(a: Run, b: Run, *, b_leads: bool) -> float:
+@dataclass(frozen=True)
+class _Block:
+    """What the two runs of each variant in one block measured."""
+
+    a: tuple[Mapping[str, float], Mapping[str, float]]
+    b: tuple[Mapping[str, float], Mapping[str, float]]
+
+    def log_ratio(self, name: str) -> float:
+        a, b = (sum(math.log(run[name]) for run in runs) for runs in (self.a, self.b))
+        return (b - a) / 2
+
+    def difference(self, name: str) -> float:
+        a, b = (sum(run[name] for run in runs) for runs in (self.a, self.b))
+        return (b - a) / 2
+
+
+def _block(a: RunOfSeveral, b: RunOfSeveral, *, b_leads: bool) -> _Block:
     outer, inner = (b, a) if b_leads else (a, b)
-    logs = [_log(run()) for run in (outer, inner, inner, outer)]
-    inner_over_outer = (logs[1] + logs[2] - logs[0] - logs[3]) / 2
-    return -inner_over_outer if b_leads else inner_over_outer
+    first, second, third, last = (_checked(run()) for run in (outer, inner, inner, outer))
+    around, within = (first, last), (second, third)
+    return _Block(within, around) if b_leads else _Block(around, within)
 
 
-def _log(measured: float) -> float:
-    if not (measured > 0 and math.isfinite(measured)):
-        raise ValueError(f"a run returned {measured!r}, expected a positive number")
-    return math.log(measured)
+def _checked(measures: Mapping[str, float]) -> Mapping[str, float]:
+    for measured in measures.values():
+        if not (measured > 0 and math.isfinite(measured)):
+            raise ValueError(f"a run returned {measured!r}, expected a positive number")
+    return measures
+
+
+def _comparison(name: str, judged: Sequence[_Block], controls: Sequence[_Block]) -> Comparison:
+    ratio, interval95 = ratio_of([block.log_ratio(name) for block in judged])
+    control = ratio_of([block.log_ratio(name) for block in controls]) if controls else (None, None)
+    centre, low, high = signed_rank_interval([block.difference(name) for block in judged])
+    return Comparison(
+        ratio,
+        interval95,
+        *control,
+        blocks=len(judged),
+        difference=centre,
+        difference95=(low, high),
+        a=Sample.of([run[name] for block in judged for run in block.a]),
+        b=Sample.of([run[name] for block in judged for run in block.b]),
+    )
 
 
 def _holds_one(interval: tuple[float, float]) -> bool:

@@ -222,8 +222,8 @@ class GradientStrategy(Strategy):
                     tensor.name, tensor.shape, tensor.dtype, index, name, plain, share, note
                 )
         return Explanation(
-            f"strategy {self._kind}, codec {self._codec.label()}: {len(self._tensors)} gradients in "
-            f"{len(self._plan)} buckets, mean of {world_size} replicas at each backward; bytes "
+            f"strategy {self._kind}, codec {self._codec.label()}: {len(self._tensors)} gradients "
+            f"in {len(self._plan)} buckets, mean of {world_size} replicas at each backward; bytes "
             "are the least that a rank puts on the network",
             tuple(rows[i] for i in range(len(self._tensors))),
         )

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 from rich.console import Console
@@ -71,7 +72,7 @@ def train(resolved: Resolved[RunSpec], request: Request) -> int:
     spec, err = resolved.spec, Console(stderr=True)
     if "SLURM_JOB_ID" in os.environ:
         err.print("inside a SLURM job but not started by srun: training on this host alone")
-    num_ranks = request.ranks or spec.ranks or _accelerators() or DEFAULT_RANKS
+    num_ranks = request.ranks or spec.ranks or _default_ranks(spec)
     spec.train.accumulation_steps(num_ranks)
     spec.parallel.num_replicas(num_ranks)
     opened = open_run(
@@ -185,8 +186,19 @@ def _conclude(directory: RunDirectory, err: Console) -> int:
     return EXIT_OK
 
 
+def _default_ranks(spec: RunSpec) -> int:
+    """One rank per accelerator that is to be used; ``DEFAULT_RANKS`` without any."""
+    usable = 0 if spec.train.device == "cpu" else _accelerators()
+    return usable or DEFAULT_RANKS
+
+
 def _accelerators() -> int:
-    """Accelerators of this machine, counted without torch: NVIDIA's as its driver lists them."""
+    """Accelerators that torch can use, counted without importing it.
+
+    They are NVIDIA's as the driver lists them, and none if the installed torch is a CPU build.
+    """
+    if version("torch").endswith("+cpu"):
+        return 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
