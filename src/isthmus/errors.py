@@ -10,6 +10,8 @@ The tree::
     └── RankFailedError         1   a rank failed; ``error.json`` has its traceback
     Interrupted                75   stopped on request after a checkpoint; the same command goes on
 
+A second Ctrl-C ends a command at once, with 130 as shells have it.
+
 An error says what happened and what was expected (``message``) and how to mend it (``hint``).
 The command line prints both and never a traceback for these.
 """

@@ -334,14 +334,22 @@ STEPS = """
     """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_stop_request_reaches_the_ranks_as_sigterm(launched: Launched, number: int) -> None:
+@pytest.mark.parametrize(
+    ("number", "name"),
+    [
+        (signal.SIGINT, "SIGINT"),
+        (signal.SIGTERM, "SIGTERM"),
+        (signal.SIGUSR1, "SIGUSR1"),
+        (signal.SIGHUP, "SIGTERM"),
+    ],
+)
+def test_a_stop_request_reaches_the_ranks(launched: Launched, number: int, name: str) -> None:
     handler = signal.getsignal(number)
     stop = launched.once_arrived(2, lambda: os.kill(os.getpid(), number))
     assert launched(STEPS, on_poll=stop) == 75
     assert [(launched.run_dir / f"checkpoint-{rank}").read_text() for rank in range(2)] == [
-        "SIGTERM",
-        "SIGTERM",
+        name,
+        name,
     ]
     assert signal.getsignal(number) is handler
     assert not (launched.run_dir / "error.json").exists()
@@ -357,7 +365,7 @@ def test_a_second_sigterm_changes_nothing(launched: Launched) -> None:
 
 def test_a_second_ctrl_c_ends_at_once(launched: Launched) -> None:
     script = """
-        signal.signal(signal.SIGTERM, lambda *_: arrive("told"))
+        signal.signal(signal.SIGINT, lambda *_: arrive("told"))
         arrive()
         while True:
             time.sleep(0.005)

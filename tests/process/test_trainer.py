@@ -77,8 +77,8 @@ def train(
     log_path = run.events(rank)
     with EventLog(log_path) as log, StopRequest() as stop:
         device = torch.device("cpu")
-        cache = Path(directory).parent / "cache"
-        with assembled(spec, run, environment, device, log, cache_dir=cache) as parts:
+        os.environ["ISTHMUS_CACHE"] = str(Path(directory).parent / "cache")
+        with assembled(spec, run, environment, device, log) as parts:
             if masked:
                 mask_some_targets(parts.data)
             trainer = Trainer(spec, parts, environment, stop)

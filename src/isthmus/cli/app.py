@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from isthmus.cli import checkpoint, config, doctor, report, train
-from isthmus.errors import EXIT_FAILED, EXIT_OK, IsthmusError
+from isthmus.errors import EXIT_FAILED, EXIT_OK, Interrupted, IsthmusError
 
 app = typer.Typer(
     name="isthmus",
@@ -22,7 +22,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     help="Train one PyTorch model across machines joined by slow, mixed or failing networks.",
     epilog="Exit codes: 0 done; 1 failed; 2 bad input; 75 stopped on request after a checkpoint "
-    "(the same command goes on).",
+    "(the same command goes on); 130 ended at once by a second Ctrl-C.",
 )
 app.command("train")(train.train)
 app.command("report")(report.report)
@@ -55,6 +55,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
         app(args=arguments, prog_name="isthmus")
     except SystemExit as end:  # typer's own: a usage error, a verb's code, Ctrl-C, a closed pipe
         return end.code if isinstance(end.code, int) else EXIT_OK
+    except Interrupted as stop:
+        typer.echo(f"{stop.message}; {stop.hint}", err=True)
+        return stop.exit_code
     except IsthmusError as error:
         _complain(error.message, error.hint)
         return error.exit_code

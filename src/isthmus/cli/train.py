@@ -15,9 +15,7 @@ def train(
     sets: Sets = None,
     ranks: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="Ranks to start on this machine (default: one per accelerator, or 2)."
-        ),
+        typer.Option(help="Ranks to start on this machine (default: one per accelerator, or 2)."),
     ] = None,
     run_dir: Annotated[
         Path | None, typer.Option(help="Directory of the run (default: runs/NAME).")

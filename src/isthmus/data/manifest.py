@@ -104,7 +104,7 @@ def check_unchanged(old: Manifest, new: Manifest) -> None:
     if changes := describe_change(old, new):
         raise DataError(
             "the data are not those that this run began with:\n  " + "\n  ".join(changes),
-            hint="restore the files, or start a new run on the new data",
+            hint="restore the files, or begin a new run on the new ones (--fresh)",
         )
 
 

@@ -21,7 +21,6 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from isthmus.data.cache import PreparedData, prepare
@@ -33,6 +32,7 @@ from isthmus.data.ngram import NgramBaselines, ngram_baselines
 from isthmus.data.order import Permutation
 from isthmus.data.sources import Source, files_source, stdlib_source
 from isthmus.errors import ConfigError, DataError
+from isthmus.lazy import torch
 from isthmus.spec.data import BYTES, DataSpec, FilesData, StdlibData
 
 

@@ -8,9 +8,9 @@
 - **The first failure is the one shown**; see ``failures``. Ranks that died without a word are
   described by their signal or exit code and the last lines they wrote. The other ranks get
   SIGTERM, and SIGKILL when ``failure_grace_s`` is over; stopped processes die of that too.
-- **Ctrl-C and SIGTERM ask for a checkpoint**: the ranks get SIGTERM once, finish their step, write
-  a checkpoint and exit with 75. A second Ctrl-C ends them at once. Ranks that have not stopped
-  after ``grace_s`` are killed, and that is said.
+- **Ctrl-C, SIGTERM and SIGUSR1 ask for a checkpoint**: the ranks get the signal once, finish their
+  step, write a checkpoint and exit with 75 (a SIGHUP reaches them as SIGTERM). A second Ctrl-C ends
+  them at once. Ranks that have not stopped after ``grace_s`` are killed, and that is said.
 
 Not here: several machines (torchrun or SLURM start the ranks there).
 """
@@ -35,6 +35,7 @@ from isthmus.elastic import failures, processes
 from isthmus.elastic.environment import ATTEMPT, LISTEN_FD
 from isthmus.elastic.failures import Failure
 from isthmus.elastic.output import OutputReader, Stream
+from isthmus.elastic.signals import STOP_SIGNALS
 from isthmus.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, LaunchError
 
 __all__ = ["launch", "threads_per_rank"]
@@ -164,7 +165,8 @@ class _Supervisor:
     def start(self, command: Sequence[str], num_ranks: int, environ: Mapping[str, str]) -> None:
         threads = threads_per_rank(num_ranks)
         if "OMP_NUM_THREADS" not in environ:
-            self._say(f"{num_ranks} ranks with {threads} CPU threads each (OMP_NUM_THREADS)")
+            each = f"{threads} CPU thread{'s'[: threads > 1]} each"
+            self._say(f"{num_ranks} rank{'s'[: num_ranks > 1]} with {each} (OMP_NUM_THREADS)")
         with socket.create_server(("127.0.0.1", 0), backlog=1024) as listening:
             common = {
                 "OMP_NUM_THREADS": str(threads),
@@ -224,7 +226,7 @@ class _Supervisor:
         self._codes[rank] = code
         if code in (EXIT_OK, EXIT_INTERRUPTED):
             return
-        if (rank in self._told and code == -signal.SIGTERM) or rank in self._killed:
+        if (rank in self._told and -code in STOP_SIGNALS) or rank in self._killed:
             self._end_others_at_s = self._end_others_at_s or time.monotonic()
             return
         self._output.drain()
@@ -244,19 +246,19 @@ class _Supervisor:
             if now_s > self._end_others_at_s + self._failure_grace_s:
                 self._kill_all()
             elif now_s > self._end_others_at_s + min(_SETTLE_S, self._failure_grace_s):
-                self._terminate_all()
+                self._tell_all(signal.SIGTERM)
         elif self._stop_at_s is not None:
             if not self._told:
                 self._say("stopping after this step and a checkpoint; Ctrl-C again ends at once")
-                self._terminate_all()
+                self._tell_all(self._stop_signal)
             if now_s > self._stop_at_s + self._grace_s:
                 self._grace_is_over()
 
-    def _terminate_all(self) -> None:
+    def _tell_all(self, number: int) -> None:
         for rank, process in self._running():
             if rank not in self._told:
                 self._told.add(rank)
-                os.kill(process.pid, signal.SIGTERM)
+                os.kill(process.pid, number)
 
     def _kill_all(self) -> None:
         for rank, process in self._running():
@@ -289,8 +291,8 @@ class _Supervisor:
 
     @contextmanager
     def signals_caught(self) -> Generator[None]:
-        """Note SIGINT, SIGTERM and SIGHUP as stop requests while ranks run."""
-        caught = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        """Note the signals that ask to stop while ranks run."""
+        caught = (*STOP_SIGNALS, signal.SIGHUP)
         before = {number: signal.signal(number, self._note_signal) for number in caught}
         try:
             yield
@@ -302,6 +304,7 @@ class _Supervisor:
         now_s = time.monotonic()
         if self._stop_at_s is None:
             self._stop_at_s = now_s
+            self._stop_signal = number if number in STOP_SIGNALS else signal.SIGTERM
         elif number == signal.SIGINT and now_s > self._stop_at_s + _SAME_KEY_PRESS_S:
             self._at_once = True
 

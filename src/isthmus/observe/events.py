@@ -50,14 +50,13 @@ class RunStarted(Event, frozen=True, kw_only=True):
         world_size: Number of ranks of this attempt.
         total_steps: Step at which the run will be finished.
         start_step: Steps that were complete when this attempt began (0, or a checkpoint's).
-        launcher: Who started the ranks: ``"local"``, ``"torchrun"``, ``"slurm"``.
+        launcher: Who started the ranks: ``"isthmus"``, ``"torchrun"``, ``"slurm"``.
         device: What rank 0 computes on, for people: ``"cpu"``, ``"NVIDIA H200"``.
         num_params: Parameters of the model.
         config_digest: Digest of the resolved configuration.
         bytes_per_token: Mean bytes of text behind one token (1 for bytes); None if not known.
         versions: Version by package: ``{"isthmus": ..., "torch": ..., "python": ...}``.
         settings: Further lines for people, as label and text: ``{"strategy": "allreduce"}``.
-        git: Commit of the working tree, if there is one.
     """
 
     name: str
@@ -72,7 +71,6 @@ class RunStarted(Event, frozen=True, kw_only=True):
     bytes_per_token: float | None = None
     versions: dict[str, str] = {}
     settings: dict[str, str] = {}
-    git: str | None = None
 
 
 class RankStarted(Event, frozen=True, kw_only=True):
@@ -111,7 +109,7 @@ class Step(Event, frozen=True, kw_only=True):
         tokens: Tokens of the global batch: what all ranks together took in this step.
         step_time_s: Wall time of the step on this rank.
         communication_time_s: Part of it in which this rank waited for the network.
-        sent_nbytes: Payload that this rank handed to its process groups in this step.
+        sent_nbytes: Payload of the strategy that this rank handed to the process group in this step.
         mfu: Model FLOPs utilisation, 0 to 1; None where the device's peak is not known.
     """
 

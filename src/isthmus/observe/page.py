@@ -256,7 +256,6 @@ def _setup_section(report: Report) -> Html:
     facts: dict[str, str] = {
         **report.settings,
         "configuration": report.config_digest or "",
-        "commit": report.git or "",
         "versions": ", ".join(f"{name} {version}" for name, version in report.versions.items()),
     }
     shown = {label: text for label, text in facts.items() if text}

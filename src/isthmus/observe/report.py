@@ -152,7 +152,6 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     device: str | None
     num_params: int | None
     config_digest: str | None
-    git: str | None
     versions: dict[str, str]
     settings: dict[str, str]
     attempts: list[Attempt]
@@ -218,7 +217,6 @@ def summarize(reading: Reading, *, name: str, predicted: Prediction | None = Non
         device=started.device if started else None,
         num_params=started.num_params if started else None,
         config_digest=started.config_digest if started else None,
-        git=started.git if started else None,
         versions=started.versions if started else {},
         settings=started.settings if started else {},
         attempts=attempts,

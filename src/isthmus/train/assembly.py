@@ -7,7 +7,6 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ import xxhash
 from torch import nn
 
 from isthmus.checkpoint import Checkpointer
-from isthmus.data import TextData, open_data
+from isthmus.data import TextData
 from isthmus.elastic.environment import RankEnvironment
 from isthmus.errors import ConfigError, DataError
 from isthmus.model import Transformer
@@ -26,6 +25,7 @@ from isthmus.spec.optimizer import OptimizerSpec
 from isthmus.spec.run import RunSpec
 from isthmus.sync import replicate
 from isthmus.train.agreement import Agreement
+from isthmus.train.preflight import open_checked_data
 from isthmus.train.run_directory import RunDirectory
 from isthmus.train.state import seed_everything
 from isthmus.train.trainer import Parts
@@ -71,8 +71,6 @@ def assembled(
     environment: RankEnvironment,
     device: torch.device,
     log: EventLog,
-    *,
-    cache_dir: Path,
 ) -> Generator[Parts, None, None]:
     """Builds the parts of a run and takes them apart again.
 
@@ -86,14 +84,7 @@ def assembled(
     several = environment.world_size > 1
     wait = timedelta(seconds=spec.deadlines.checkpoint_s)
     group = dist.new_group(backend="gloo", timeout=wait) if several else None
-    data = _open_data_together(spec, environment, group, cache_dir)
-    data.check_batch(spec.train.global_batch_size, environment.world_size)
-    if data.vocab_size > spec.model.vocab_size:
-        raise ConfigError(
-            f"the tokenizer has {data.vocab_size} tokens, but model.vocab_size = "
-            f"{spec.model.vocab_size}",
-            hint=f"set model.vocab_size = {data.vocab_size}",
-        )
+    data = _open_data_together(spec, environment, group)
     model = Transformer(spec.model, seed=spec.seed).to(device)
     optimizer = build_optimizer(spec.optimizer, model)
     replica = replicate(model, optimizer, spec.sync)
@@ -146,12 +137,11 @@ def _open_data_together(
     spec: RunSpec,
     environment: RankEnvironment,
     group: Any,
-    cache_dir: Path,
 ) -> TextData:
     """Opens the data on every rank; the first rank of each host prepares them for the others."""
 
     def opened() -> TextData:
-        return open_data(spec.data, cache_dir=cache_dir, seed=spec.seed)
+        return open_checked_data(spec, environment.world_size)
 
     if group is None:
         return opened()

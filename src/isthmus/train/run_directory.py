@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from isthmus.errors import ConfigError
-from isthmus.observe.events import RunFinished, RunStarted
+from isthmus.observe.events import RunFinished, RunStarted, Step
 from isthmus.observe.log import EventTail, events_path, follow
 from isthmus.spec.load import Resolved, load, to_toml
 from isthmus.spec.run import RunSpec, differences
@@ -95,6 +95,12 @@ class RunDirectory:
         start = max(0, log.stat().st_size - _END_OF_LOG_NBYTES) if log.exists() else 0
         return any(isinstance(e, RunFinished) for e in EventTail(log, offset_nbytes=start).poll())
 
+    def has_trained(self) -> bool:
+        """Whether the run got as far as its first step."""
+        if self.checkpoints.exists():
+            return True
+        return any(isinstance(event, Step) for event in follow(self.events(0)).poll())
+
     def lock(self) -> None:
         """Holds the run for the life of this process.
 
@@ -154,6 +160,8 @@ def open_run(
     )
     if not dry_run:
         _claim(opened.directory)
+        if opened.status is Status.NEW:
+            opened.directory.data_manifest.unlink(missing_ok=True)
         if opened.status is not Status.FINISHED:
             opened.directory.write_spec(resolved)
     return opened
@@ -178,6 +186,8 @@ def _choose(spec: RunSpec, base: Path, *, must_match: bool, fresh: bool) -> Open
         if not changes:
             status = Status.FINISHED if directory.is_finished() else Status.RESUME
             return Opened(directory, status)
+        if not directory.has_trained():
+            return Opened(directory, Status.NEW)  # its configuration never worked: nothing is lost
         if must_match:
             raise ConfigError(
                 f"{path} belongs to another configuration:\n{describe(changes)}",
@@ -244,4 +254,4 @@ def _next_free(base: Path) -> Path:
 
 
 def _is_unused(path: Path) -> bool:
-    return all(entry.name == ".lock" for entry in path.iterdir())
+    return all(entry.name in (".lock", "rendezvous") for entry in path.iterdir())

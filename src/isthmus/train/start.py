@@ -30,6 +30,7 @@ from isthmus.observe.report import build_report
 from isthmus.observe.table import render_table
 from isthmus.spec.load import Resolved
 from isthmus.spec.run import RunSpec
+from isthmus.train.preflight import check_layout, open_checked_data
 from isthmus.train.run_directory import (
     DEFAULT_ROOT,
     Opened,
@@ -71,10 +72,11 @@ def train(resolved: Resolved[RunSpec], request: Request) -> int:
         return _join(resolved, request, environment)
     spec, err = resolved.spec, Console(stderr=True)
     if "SLURM_JOB_ID" in os.environ:
-        err.print("inside a SLURM job but not started by srun: training on this host alone")
-    num_ranks = request.ranks or spec.ranks or _default_ranks(spec)
-    spec.train.accumulation_steps(num_ranks)
-    spec.parallel.num_replicas(num_ranks)
+        err.print("inside a SLURM job, but not one of several tasks: training on this host alone")
+    num_ranks = spec.ranks or _default_ranks(spec) if request.ranks is None else request.ranks
+    check_layout(spec, num_ranks)
+    if not request.dry_run:
+        open_checked_data(spec, num_ranks)
     opened = open_run(
         resolved, explicit=request.run_dir, fresh=request.fresh, dry_run=request.dry_run
     )
@@ -100,6 +102,13 @@ def _join(resolved: Resolved[RunSpec], request: Request, environment: RankEnviro
             f"{environment.world_size} ranks",
             hint="leave --ranks out where another launcher starts the ranks",
         )
+    check_layout(resolved.spec, environment.world_size)
+    if request.dry_run:
+        opened = open_run(
+            resolved, explicit=request.run_dir, fresh=request.fresh, dry_run=request.dry_run
+        )
+        _announce(opened, resolved.spec, environment.world_size, Console(stderr=True))
+        return EXIT_OK
     from isthmus.train.worker import join
 
     opened = join(
@@ -167,7 +176,7 @@ def _announce(opened: Opened, spec: RunSpec, num_ranks: int, err: Console) -> No
     if opened.changed_from is not None:
         err.print(f"the configuration differs from that of {opened.changed_from}:")
         err.print(describe(opened.differences), markup=False, highlight=False)
-    what = f"{spec.model.num_parameters:,} parameters, {num_ranks} ranks"
+    what = f"{spec.model.num_parameters:,} parameters, {num_ranks} rank{'s'[: num_ranks > 1]}"
     match opened.status:
         case Status.NEW:
             err.print(f"training {spec.run_name} in {path} ({what})", highlight=False)

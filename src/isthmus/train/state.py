@@ -51,7 +51,14 @@ class Progress:
 
 
 class RandomState:
-    """The random streams of this process: Python's, numpy's, torch's, and the accelerator's."""
+    """The random streams of this process: Python's, numpy's, torch's, and the accelerator's.
+
+    Args:
+        seed: The run's seed, from which the streams of another number of ranks are derived.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
 
     def state_dict(self) -> dict[str, Any]:
         """The streams' states, as they are now."""
@@ -74,10 +81,14 @@ class RandomState:
         if "cuda" in state and torch.cuda.is_available():
             torch.cuda.set_rng_state(state["cuda"])
 
+    def rederive(self, *, step: int, rank: int, world_size: int) -> None:
+        """Seeds the streams anew for a rank that no former rank corresponds to."""
+        seed_everything(self._seed, rank, step, world_size)
 
-def seed_everything(seed: int, rank: int) -> None:
+
+def seed_everything(seed: int, rank: int, *more: int) -> None:
     """Seeds this process's random streams; each rank gets its own, from the run's seed."""
-    stream = np.random.SeedSequence([seed, rank])
+    stream = np.random.SeedSequence([seed, rank, *more])
     torch.manual_seed(int(stream.generate_state(1, np.uint64)[0] >> 1))
     random.seed(int(stream.generate_state(2, np.uint64)[1]))
     np.random.seed(stream.generate_state(4, np.uint32))

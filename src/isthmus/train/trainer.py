@@ -151,7 +151,7 @@ class Trainer:
         self._saved_step = info.step
         self._emit_once(CheckpointLoaded, step=info.step, path=str(info.path))
         for note in info.notes:
-            self._emit_once(Notice, message=note)
+            self._emit_once(Notice, message=note, level="info")
 
     def validate(self) -> None:
         """Scores the validation set, unless that was done at this step."""
@@ -193,7 +193,9 @@ class Trainer:
         rate = self.spec.optimizer.learning_rate_at(self.progress.step, self.spec.train.steps)
         for group in parts.optimizer.param_groups:
             group["lr"] = rate
-        nll_nats = self._forward_backward(batch, scale=self._place.world_size / max(1, global_targets))
+        nll_nats = self._forward_backward(
+            batch, scale=self._place.world_size / max(1, global_targets)
+        )
         self.progress.step += 1
         self.progress.next_sample += self.spec.train.global_batch_size
         upcoming = self._load_batch()
@@ -297,9 +299,9 @@ class Trainer:
         return {
             "model": Item(parts.model, scope),
             "optimizer": Item(parts.optimizer, scope),
-            "strategy": Item(parts.replica, scope="per_rank", on_resize="reset"),
+            "strategy": Item(parts.replica, scope),
             "progress": Item(self.progress),
-            "random": Item(RandomState(), scope="per_rank", on_resize="reset"),
+            "random": Item(RandomState(self.spec.seed), scope="per_rank", on_resize="rederive"),
         }
 
     def _communication(self) -> tuple[int, float]:

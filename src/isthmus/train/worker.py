@@ -7,6 +7,7 @@ SLURM the command ``isthmus train`` finds itself to be a rank and calls :func:`j
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 import time
@@ -33,6 +34,7 @@ from isthmus.observe.sinks import QueuedSink, TensorBoardSink
 from isthmus.spec.load import Resolved
 from isthmus.spec.run import RunSpec
 from isthmus.train.assembly import assembled, choose_device, describe_device, digest, versions
+from isthmus.train.preflight import check_layout, open_checked_data
 from isthmus.train.run_directory import (
     Opened,
     RunDirectory,
@@ -49,6 +51,8 @@ def main() -> None:
     environment = detect(os.environ)
     if environment is None or len(sys.argv) != 2:
         raise SystemExit("this module is started by `isthmus train`")
+    # Until the loop can stop after a step, a request ends this process without a word.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     directory = RunDirectory(Path(sys.argv[1]))
     with failures.capture(directory.path, environment) as watch:
         spec = directory.load_spec()
@@ -73,7 +77,7 @@ def join(
         IsthmusError: As the run does.
     """
     spec = resolved.spec
-    spec.train.accumulation_steps(environment.world_size)
+    check_layout(spec, environment.world_size)
     with _met(spec, root, environment) as meeting, StopRequest() as stop:
         opened = _open_together(resolved, meeting, root=root, explicit=explicit, fresh=fresh)
         if opened.status is not Status.FINISHED:
@@ -86,7 +90,6 @@ def join(
 def _met(
     spec: RunSpec, shared: Path, environment: RankEnvironment
 ) -> Generator[Rendezvous, None, None]:
-    spec.parallel.num_replicas(environment.world_size)
     device = choose_device(spec, environment)
     with rendezvous(
         environment,
@@ -110,6 +113,7 @@ def _open_together(
     answer: list[Any] = [None]
     if meeting.environment.rank == 0:
         try:
+            open_checked_data(resolved.spec, meeting.environment.world_size)
             answer = [open_run(resolved, root=root, explicit=explicit, fresh=fresh)]
         except ConfigError as error:
             answer = [error]
@@ -144,9 +148,7 @@ def _train(
         if environment.rank == 0 and environment.world_size > 1:
             _emit(log, environment, Notice, level="info", message=f"gloo uses {meeting.interface}")
         stack.enter_context(_failure_logged(log, environment, watch))
-        parts = stack.enter_context(
-            assembled(spec, directory, environment, device, log, cache_dir=cache_directory())
-        )
+        parts = stack.enter_context(assembled(spec, directory, environment, device, log))
         _keep_manifest(directory, parts.data, environment)
         trainer = Trainer(spec, parts, environment, stop)
         trainer.resume()
@@ -176,11 +178,16 @@ def _failure_logged(
                 Failure,
                 host=socket.gethostname(),
                 error_type=type(error).__name__,
-                message=str(error),
+                message=_first_line(error),
                 traceback="".join(traceback.format_exception(error)),
                 step=watch.step,
             )
         raise
+
+
+def _first_line(error: Exception, limit: int = 300) -> str:
+    """What an error says, short enough for a table: native libraries write pages."""
+    return (str(error).splitlines() or [""])[0][:limit]
 
 
 def _keep_manifest(directory: RunDirectory, data: TextData, environment: RankEnvironment) -> None:
@@ -194,15 +201,6 @@ def _keep_manifest(directory: RunDirectory, data: TextData, environment: RankEnv
         check_unchanged(Manifest.from_json(kept.read_bytes()), data.manifest)
     elif environment.rank == 0:
         write_whole(kept, data.manifest.to_json())
-
-
-def cache_directory() -> Path:
-    """Where prepared data are kept: ``ISTHMUS_CACHE``, else the user's cache directory."""
-    chosen = os.environ.get("ISTHMUS_CACHE")
-    if chosen:
-        return Path(chosen)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "isthmus"
 
 
 def _open_log(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import socket
 from pathlib import Path
@@ -42,6 +43,13 @@ def test_cores_follow_the_affinity() -> None:
     finally:
         os.sched_setaffinity(0, before)
     assert host.cores().allowed == len(before)
+
+
+def test_the_processor_has_a_name(tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("processor\t: 0\nmodel name\t: Fast One\nmodel\t\t: 17\n")
+    assert host.processor(cpuinfo) == "Fast One"
+    assert host.processor(tmp_path / "missing") == (platform.processor() or platform.machine())
 
 
 def test_memory_and_limits_are_the_systems() -> None:

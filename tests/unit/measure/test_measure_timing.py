@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from itertools import product
+from dataclasses import replace
+from itertools import count, product
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from isthmus.measure.timing import (
     MIN_BLOCKS,
     Sample,
     compare,
+    compare_each,
     ratio_of,
     signed_rank_interval,
     timed,
@@ -112,6 +114,31 @@ def test_both_variants_run_equally_often_and_the_control_runs_only_a() -> None:
     assert counts == {"a": 2 * 7 + 4 * 7, "b": 2 * 7}
 
 
+def test_the_difference_has_the_unit_of_the_runs_and_forgives_a_linear_drift() -> None:
+    drift_s = count(0.0, 0.25)
+    found = compare(lambda: 2.0 + next(drift_s), lambda: 2.5 + next(drift_s), blocks=6)
+    assert found.difference == pytest.approx(0.5)
+    assert found.difference95 == pytest.approx((0.5, 0.5))
+    assert (found.a.count, found.b.count) == (12, 12)
+
+
+def test_several_measures_of_the_same_runs_are_compared_each_by_itself() -> None:
+    runs, done = [], []
+    found = compare_each(
+        lambda: runs.append("A") or {"wall": 1.0, "cpu": 4.0},
+        lambda: runs.append("B") or {"wall": 3.0, "cpu": 2.0},
+        blocks=6,
+        on_block=done.append,
+    )
+    assert {name: each.ratio for name, each in found.items()} == pytest.approx(
+        {"wall": 3.0, "cpu": 0.5}
+    )
+    assert found["cpu"].difference == pytest.approx(-2.0)
+    assert (found["cpu"].a.median, found["cpu"].b.median) == (4.0, 2.0)
+    assert (runs.count("A"), runs.count("B")) == (6 * 6, 2 * 6)
+    assert done == [1, 2, 3, 4, 5, 6]
+
+
 def test_without_a_control_there_is_none() -> None:
     found = compare(lambda: 1.0, lambda: 2.0, blocks=6, control=False)
     assert (found.control_ratio, found.control_interval) == (None, None)
@@ -123,9 +150,30 @@ def test_a_control_that_is_off_takes_away_the_claim() -> None:
     found = compare(lambda: 1.0, lambda: 2.0, blocks=6)
     assert found.differs
     assert "A/A control 1.000 [1.000, 1.000]" in str(found)
-    off = type(found)(found.ratio, found.interval95, 1.1, (1.05, 1.2), 6)
+    off = replace(found, control_ratio=1.1, control_interval=(1.05, 1.2))
     assert not off.sound
     assert not off.differs
+
+
+@pytest.mark.parametrize(
+    ("interval95", "control", "verdict"),
+    [
+        ((0.99, 1.04), (0.99, 1.01), True),
+        ((1.06, 1.08), (0.99, 1.01), False),
+        ((1.02, 1.08), (0.99, 1.01), None),
+        ((1.06, 1.08), (0.90, 1.10), None),
+        ((0.99, 1.04), (1.01, 1.02), None),
+        ((1.06, 1.08), (1.01, 1.02), None),
+        ((0.99, 1.04), None, True),
+        ((1.06, 1.08), None, False),
+    ],
+)
+def test_a_limit_is_kept_missed_or_left_open(
+    interval95: tuple[float, float], control: tuple[float, float] | None, verdict: bool | None
+) -> None:
+    found = compare(lambda: 1.0, lambda: 1.0, blocks=6)
+    found = replace(found, interval95=interval95, control_interval=control)
+    assert found.at_most(1.05) is verdict
 
 
 @given(VALUES)

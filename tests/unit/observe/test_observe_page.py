@@ -79,7 +79,6 @@ def evil_run(
                 launcher=EVIL,
                 device=EVIL,
                 config_digest=EVIL,
-                git=EVIL,
                 versions={EVIL: EVIL},
                 settings={EVIL: EVIL},
             ),

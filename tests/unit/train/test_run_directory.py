@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from isthmus.errors import ConfigError
-from isthmus.observe.events import RunFinished
+from isthmus.observe.events import RunFinished, Step
 from isthmus.observe.log import EventLog
 from isthmus.spec.load import Resolved, load
 from isthmus.spec.run import RunSpec
@@ -27,7 +27,26 @@ def open_and_release(resolved: Resolved[RunSpec], root: Path, **options) -> Open
     opened = open_run(resolved, root=root, dry_run=True, **options)
     if opened.status is not Status.FINISHED:
         opened.directory.write_spec(resolved)
+        take_a_step(opened.directory)
     return opened
+
+
+def take_a_step(directory: RunDirectory) -> None:
+    with EventLog(directory.events(0)) as log:
+        log.emit(
+            Step(
+                time_s=time.time(),
+                rank=0,
+                step=1,
+                loss_nats=5.0,
+                grad_norm=1.0,
+                learning_rate=0.1,
+                tokens=1,
+                step_time_s=1.0,
+                communication_time_s=0.0,
+                sent_nbytes=0,
+            )
+        )
 
 
 def finish(directory: RunDirectory) -> None:
@@ -65,6 +84,15 @@ def test_a_changed_configuration_gets_a_numbered_directory_and_says_what_differs
     assert third.directory.path.name == "r-3"
     assert open_and_release(run_of("seed=5"), tmp_path).directory == second.directory
     assert open_and_release(run_of(), tmp_path).directory.path.name == "r"
+
+
+def test_a_directory_that_never_trained_is_used_for_the_mended_configuration(
+    tmp_path: Path,
+) -> None:
+    first = open_run(run_of('data={kind="files", paths=["missing"]}'), root=tmp_path)
+    first.directory.data_manifest.write_text("{}")
+    mended = open_and_release(run_of('data={kind="files", paths=["there"]}'), tmp_path)
+    assert (mended.status, mended.directory) == (Status.NEW, first.directory)
 
 
 def test_fresh_always_begins_anew(tmp_path: Path) -> None:
