@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,7 @@ def counters_and_state(rank: int, world_size: int) -> dict[str, Any]:
         model(torch.ones(1, 3)).sum().backward()
     step = replica.metrics() - before
     state = replica.state_dict()
+    replica.close()
     other = replicate(model, optimizer, AllReduce(codec=Int8(rounding="stochastic")))
     other.load_state_dict(state)
     errors = []
@@ -149,7 +151,6 @@ def counters_and_state(rank: int, world_size: int) -> dict[str, Any]:
         with pytest.raises(CheckpointError) as info:
             other.load_state_dict(wrong)
         errors.append(str(info.value))
-    replica.close()
     other.close()
     optimizer.zero_grad()
     model(torch.ones(1, 3) * rank).sum().backward()
@@ -237,3 +238,27 @@ def test_what_cannot_be_done_is_said() -> None:
     with pytest.raises(ConfigError, match="no strategy 'alreduce'") as info:
         replicate(model, optimizer, "alreduce")
     assert info.value.hint == "did you mean 'allreduce'?"
+
+
+def replicate_twice(rank: int, world_size: int) -> list[str]:
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    first = replicate(model, optimizer)
+    said = []
+    for strategy in ("allreduce", "none"):
+        with pytest.raises(ConfigError, match="is a replica already") as caught:
+            replicate(model, optimizer, strategy)
+        said.append(caught.value.hint)
+    copy = deepcopy(model)
+    replicate(copy, torch.optim.SGD(copy.parameters(), lr=0.1)).close()
+    first.close()
+    replicate(model, optimizer).close()
+    with pytest.raises(ConfigError, match="none of the model's parameters"):
+        replicate(model, torch.optim.SGD(torch.nn.Linear(4, 4).parameters(), lr=0.1))
+    with pytest.raises(ConfigError, match="there is no strategy"):
+        replicate(model, optimizer, None)  # type: ignore[arg-type]
+    return said
+
+
+def test_a_model_is_one_replica_at_a_time_and_the_optimizer_its_own(ranks: RankPool) -> None:
+    assert ranks.run(replicate_twice, 2)[0] == ranks.run(replicate_twice, 1)[0]

@@ -210,6 +210,19 @@ def test_a_rank_that_is_killed_ends_the_run_and_is_named(shop: Shop) -> None:
     assert "rank 1" in err
 
 
+def test_stopped_while_it_starts_it_says_that_nothing_was_saved(shop: Shop) -> None:
+    process = shop.start()
+    ranks: list[psutil.Process] = []
+    while len(ranks) < 2:
+        assert process.poll() is None
+        ranks = psutil.Process(process.pid).children()
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 75, err
+    assert "stopped before the first checkpoint" in err
+    assert "Traceback" not in err
+
+
 def test_a_changed_configuration_gets_its_own_directory(undisturbed) -> None:
     shop, _ = undisturbed
     before = shop.losses()

@@ -5,6 +5,8 @@ A verb ends with ``typer.Exit(code)`` or raises. Here, and only here, errors bec
 
 from __future__ import annotations
 
+import io
+import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Annotated
@@ -51,6 +53,9 @@ def _root(
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code; errors are printed, never raised."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that lacks a sign shows ? for it
     try:
         app(args=arguments, prog_name="isthmus")
     except SystemExit as end:  # typer's own: a usage error, a verb's code, Ctrl-C, a closed pipe

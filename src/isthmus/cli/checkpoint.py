@@ -33,7 +33,12 @@ def ls(where: Where, as_json: AsJson = False) -> None:
     for info in found:
         size, ranks = format_bytes(info.nbytes), info.world_size
         typer.echo(f"step {info.step:>8}  {size:>8}  {ranks} ranks  {info.path}")
-    if not found:
+    damaged = len(_each(where)) - len(found)
+    if damaged:
+        typer.echo(
+            f"{damaged} more without a valid manifest; see isthmus checkpoint verify", err=True
+        )
+    elif not found:
         typer.echo(f"{where} has no checkpoint yet", err=True)
 
 
@@ -42,7 +47,12 @@ def verify(where: Where, as_json: AsJson = False) -> None:
     """Read every byte of a run's checkpoints, or of one, and say what is damaged."""
     from isthmus.checkpoint import verify as verify_one
 
-    results = [verify_one(path) for path in _each(where)]
+    paths = _each(where)
+    if not paths:
+        raise ConfigError(
+            f"{where} has no checkpoint to verify", hint="give a run, such as runs/NAME"
+        )
+    results = [verify_one(path) for path in paths]
     if as_json:
         rows: list[dict[str, Any]] = [
             {"path": str(r.path), "ok": r.ok, "problems": [asdict(p) for p in r.problems]}
@@ -70,4 +80,4 @@ def _each(where: Path) -> list[Path]:
     directory = _directory(where)
     if (directory / "manifest.json").exists():
         return [directory]
-    return sorted(path for path in directory.iterdir() if path.name.startswith("step-"))
+    return sorted(path for path in directory.glob("step-????????") if path.is_dir())

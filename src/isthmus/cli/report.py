@@ -22,9 +22,12 @@ def report(
     from isthmus.observe.table import render_table
 
     made = build_report(run_dir)
-    _, page = write_report(made, run_dir)
     if as_json:
         typer.echo(report_json(made).decode(), nl=False)
     else:
-        render_table(made, Console())
-    typer.echo(f"page: {page}", err=True)
+        render_table(made, Console(markup=False))
+    try:
+        _, page = write_report(made, run_dir)
+        typer.echo(f"page: {page}", err=True)
+    except OSError as problem:
+        typer.echo(f"the page could not be written: {problem}", err=True)

@@ -109,7 +109,7 @@ class Step(Event, frozen=True, kw_only=True):
         tokens: Tokens of the global batch: what all ranks together took in this step.
         step_time_s: Wall time of the step on this rank.
         communication_time_s: Part of it in which this rank waited for the network.
-        sent_nbytes: Payload of the strategy that this rank handed to the process group in this step.
+        sent_nbytes: Payload that the strategy handed to the process group on this rank.
         mfu: Model FLOPs utilisation, 0 to 1; None where the device's peak is not known.
     """
 

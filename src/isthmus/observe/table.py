@@ -168,7 +168,7 @@ def _remarks_on_progress(report: Report) -> Iterator[Text]:
         last = report.checkpoints[-1]
         size = f"{words.nbytes(last.nbytes)} in {words.seconds(last.duration_s)}"
         number = words.things(len(report.checkpoints), "checkpoint")
-        yield Text(f"{number}, the last at step {last.step}: {size}")
+        yield Text(f"{number} written, the last at step {last.step}: {size}")
     if report.loss.num_not_finite:
         first = report.loss.first_not_finite_step
         where = f"{words.things(report.loss.num_not_finite, 'step')}, first at step {first}"

@@ -54,7 +54,10 @@ def moment(time_s: float | None) -> str:
     """A time of the wall clock, in UTC: ``"2026-01-31 12:00:00 UTC"``."""
     if time_s is None:
         return ABSENT
-    return f"{datetime.fromtimestamp(time_s, UTC):%Y-%m-%d %H:%M:%S} UTC"
+    try:
+        return f"{datetime.fromtimestamp(time_s, UTC):%Y-%m-%d %H:%M:%S} UTC"
+    except (ValueError, OverflowError, OSError):  # a clock that was never right
+        return f"{time_s:g} s"
 
 
 def clock(duration_s: float) -> str:

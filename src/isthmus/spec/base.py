@@ -37,7 +37,7 @@ class Spec(BaseModel):
         validate_default=True,
         use_attribute_docstrings=True,
         protected_namespaces=(),
-        ser_json_inf_nan="strings",
+        allow_inf_nan=False,
     )
 
     input_keys: ClassVar[Mapping[str, str]] = {}
@@ -54,6 +54,7 @@ class Spec(BaseModel):
         for key, value in data.items():
             field = short_names.get(key)
             if field is None:
+                cls._refuse_truth(key, value)
                 spelled[key] = cls._with_kind(key, value)
                 continue
             if field in data:
@@ -70,6 +71,15 @@ class Spec(BaseModel):
                 )
             spelled[field] = value
         return spelled
+
+    @classmethod
+    def _refuse_truth(cls, key: Any, value: Any) -> None:
+        """Python takes true for 1; a user who writes ``steps = true`` meant something else."""
+        field = cls.model_fields.get(key)
+        if isinstance(value, bool) and field is not None and field.annotation is not bool:
+            raise PydanticCustomError(
+                "truth_given", "{key} does not take true or false", {"key": key}
+            )
 
     @classmethod
     def _with_kind(cls, key: str, value: Any) -> Any:

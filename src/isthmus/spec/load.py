@@ -7,8 +7,9 @@ reported at once, each with its key, where it stands, and what was probably mean
 
 from __future__ import annotations
 
+import os
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -63,7 +64,7 @@ def load(spec: type[SpecT], file: Path | None = None, sets: Sequence[str] = ()) 
     try:
         return Resolved(spec.model_validate(table), origins)
     except ValidationError as error:
-        problems = _problems(spec, error, table, origins)
+        problems = _problems(spec, error, origins)
         raise ConfigError(
             "the configuration cannot be used:\n" + "\n".join(f"  {line}" for line in problems),
             hint="isthmus config explain KEY says what a key means and takes",
@@ -97,7 +98,7 @@ def _with_origins(text: str, resolved: Resolved[Any]) -> Iterator[str]:
 
 
 def _read_file(file: Path, seen: tuple[Path, ...]) -> tuple[dict[str, Any], dict[str, str]]:
-    path = file.resolve()
+    path = Path(os.path.realpath(file))
     if path in seen:
         chain = " → ".join(step.name for step in (*seen, path))
         raise ConfigError(f"{file} extends itself: {chain}", hint="remove one of the extends lines")
@@ -122,18 +123,18 @@ def _read_file(file: Path, seen: tuple[Path, ...]) -> tuple[dict[str, Any], dict
 
 def _parse_file(file: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
+        if file.exists() and not file.is_file():
+            raise ConfigError(f"{file} is not a file", hint="give a TOML file, such as run.toml")
+        return tomllib.loads(file.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise ConfigError(
             f"there is no file {file}", hint="check the path; it is relative to where you are"
         ) from None
-    except IsADirectoryError:
-        raise ConfigError(f"{file} is a directory, not a TOML file") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{file} is not UTF-8 text ({error.reason} at {error.start})") from None
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
-    except tomllib.TOMLDecodeError as error:
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file} is not UTF-8 text ({error.reason} at {error.start})") from None
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError, a number of 5000 digits, ...
         raise ConfigError(
             f"{file} is not TOML: {error}", hint="strings need quotes; tables are [name]"
         ) from None
@@ -147,9 +148,12 @@ def _parse_setting(setting: str) -> tuple[list[str], Any]:
             f"--set {setting} is not KEY=VALUE", hint="for example --set train.steps=50"
         )
     try:
-        return path, tomllib.loads(f"value = {text}")["value"]
-    except (tomllib.TOMLDecodeError, KeyError):
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
         return path, text.strip()
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"--set {key}: the value cannot be read: {error}") from None
+    return path, parsed["value"] if parsed.keys() == {"value"} else text.strip()
 
 
 def _nest(path: Sequence[str], value: Any) -> dict[str, Any]:
@@ -199,18 +203,18 @@ def _forget(origins: dict[str, str], path: str) -> None:
 
 
 def _problems(
-    spec: type[Spec], error: ValidationError, table: Mapping[str, Any], origins: Mapping[str, str]
+    spec: type[Spec], error: ValidationError, origins: Mapping[str, str]
 ) -> Iterator[str]:
-    known = [key.path for key in walk(spec)]
+    known = dict.fromkeys(key.path for key in walk(spec))
     source = Resolved(spec.model_construct(), origins)
     for details in error.errors(include_url=False):
         if details["type"] == "default_factory_not_called":
             continue  # it only follows from another error
-        path = _dotted(details["loc"], table)
+        path = _dotted(details["loc"], known)
         origin = source.origin(path)
         where = f" ({origin})" if origin != DEFAULT_ORIGIN else ""
         if details["type"] == "extra_forbidden":
-            meant = suggest(path, known)
+            meant = suggest(path, list(known))
             yield f"{path}: unknown key{where}" + (f"; did you mean {meant}?" if meant else "")
         else:
             given = "" if details["type"] == "missing" else _given(details["input"])
@@ -221,18 +225,18 @@ def _given(value: Any) -> str:
     return "" if isinstance(value, Mapping | Spec) else f", got {value!r}"
 
 
-def _dotted(loc: Sequence[int | str], table: Any) -> str:
-    """The key as the user wrote it: without the tags that pydantic puts in for kinds."""
+def _dotted(loc: Sequence[int | str], known: Collection[str]) -> str:
+    """The key as the user wrote it: without the tags that pydantic puts in for kinds.
+
+    A tag is a part that no key has, with more parts behind it.
+    """
     parts: list[str] = []
-    for part in loc:
-        tagged = isinstance(table, Mapping) and part not in table and part == table.get("kind")
-        if tagged or (isinstance(table, str) and part == table):
-            continue
+    plain = ""
+    for place, part in enumerate(loc):
+        longer = f"{plain}.{part}".lstrip(".")
+        if isinstance(part, str):
+            if longer not in known and place < len(loc) - 1:
+                continue
+            plain = longer
         parts.append(str(part))
-        if isinstance(table, Mapping):
-            table = table.get(part)
-        elif isinstance(table, list) and isinstance(part, int) and part < len(table):
-            table = table[part]
-        else:
-            table = None
     return ".".join(parts)

@@ -84,14 +84,17 @@ class WarmupStableDecay(Schedule):
 AnySchedule = Annotated[Constant | Linear | Cosine | WarmupStableDecay, Field(discriminator="kind")]
 
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
 class OptimizerSpec(Spec):
     """AdamW with decoupled weight decay (Loshchilov & Hutter 2019, algorithm 2)."""
 
     kind: Literal["adamw"] = "adamw"
     """Which optimizer this is."""
-    learning_rate: float = Field(3e-3, gt=0, allow_inf_nan=False)
+    learning_rate: float = Field(3e-3, gt=0)
     """Peak learning rate."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     """Decay rates of the two moment estimates."""
     epsilon: float = Field(1e-8, gt=0)
     """Added to the root of the second moment."""

@@ -28,7 +28,7 @@ NOT_IDENTITY: Final = frozenset({"name", "ranks", "parallel", "checkpoint", "dea
 class TrainSpec(Spec):
     """The training loop."""
 
-    steps: int = Field(500, ge=1)
+    steps: int = Field(500, ge=1, le=10**12)
     """Optimizer steps of the whole run."""
     global_batch_size: int = Field(8, ge=1)
     """Samples per optimizer step, over all ranks."""
@@ -84,7 +84,9 @@ class ObserveSpec(Spec):
 class RunSpec(Spec):
     """One training run."""
 
-    name: str | None = Field(None, min_length=1, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str | None = Field(
+        None, min_length=1, max_length=200, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+    )
     """Name of the run and of its directory; unset means MODEL-DATA."""
     seed: int = Field(0, ge=0, lt=2**63)
     """Seed of the weights, of the order of the samples and of everything else that is random."""

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn, optim
 
 _BROADCAST_BYTES = 25 * 2**20
+_MARK = "_isthmus_replica_of"
 
 
 def replicate(
@@ -75,6 +76,7 @@ class Replica:
     def __init__(
         self, model: nn.Module, optimizer: optim.Optimizer, spec: SyncSpec, comm: Comm | None
     ) -> None:
+        _check_usable(model, optimizer)
         parameters: dict[str, Tensor] = {
             name: parameter
             for name, parameter in model.named_parameters()
@@ -90,6 +92,7 @@ class Replica:
         if comm is not None and comm.world_size > 1:
             self._startup = _start_equal(model, spec, Comm(comm.group))
         self.strategy.attach()
+        object.__setattr__(model, _MARK, id(model))
         self._handle = optimizer.register_step_post_hook(lambda *_: self.strategy.after_step())
 
     @contextmanager
@@ -148,6 +151,7 @@ class Replica:
         """Removes all hooks: the model is a plain one again."""
         self.strategy.detach()
         self._handle.remove()
+        self._model.__dict__.pop(_MARK, None)
 
 
 def _resolve(strategy: str | SyncSpec) -> SyncSpec:
@@ -155,12 +159,27 @@ def _resolve(strategy: str | SyncSpec) -> SyncSpec:
         return strategy
     kinds = kinds_of(SyncSpec)
     if strategy not in kinds:
-        near = difflib.get_close_matches(strategy, kinds, n=1)
+        near = difflib.get_close_matches(str(strategy), kinds, n=1)
         raise ConfigError(
             f"there is no strategy {strategy!r}; expected one of {', '.join(kinds)}",
             hint=f"did you mean {near[0]!r}?" if near else "",
         )
     return kinds[strategy].model_validate({})  # type: ignore[return-value]
+
+
+def _check_usable(model: nn.Module, optimizer: optim.Optimizer) -> None:
+    """Refuses what would train wrongly without a word."""
+    if model.__dict__.get(_MARK) == id(model):  # a copy of the model has the mark, not the hooks
+        raise ConfigError(
+            "this model is a replica already; two would average its gradients twice",
+            hint="close() the first one, or keep and use it",
+        )
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if stepped and not any(id(p) in stepped for p in model.parameters()):
+        raise ConfigError(
+            "the optimizer steps none of the model's parameters",
+            hint="build the optimizer from the parameters of this very model",
+        )
 
 
 def _kind(spec: SyncSpec) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import platform
-from collections.abc import Generator
+import shutil
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from datetime import timedelta
 from importlib.metadata import version
@@ -12,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import xxhash
-from torch import nn
+from torch import Tensor, nn
 
 from isthmus.checkpoint import Checkpointer
 from isthmus.data import TextData
@@ -84,7 +86,7 @@ def assembled(
     several = environment.world_size > 1
     wait = timedelta(seconds=spec.deadlines.checkpoint_s)
     group = dist.new_group(backend="gloo", timeout=wait) if several else None
-    data = _open_data_together(spec, environment, group)
+    data = _open_data_together(spec, environment)
     model = Transformer(spec.model, seed=spec.seed).to(device)
     optimizer = build_optimizer(spec.optimizer, model)
     replica = replicate(model, optimizer, spec.sync)
@@ -92,7 +94,7 @@ def assembled(
     try:
         yield Parts(
             model=model,
-            forward=torch.compile(model) if spec.train.compile else model,
+            forward=_compiled(model) if spec.train.compile else model,
             optimizer=optimizer,
             replica=replica,
             data=data,
@@ -133,27 +135,42 @@ def digest(spec: RunSpec) -> str:
     return xxhash.xxh3_64_hexdigest(spec.model_dump_json().encode())
 
 
-def _open_data_together(
-    spec: RunSpec,
-    environment: RankEnvironment,
-    group: Any,
-) -> TextData:
+def _compiled(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    """The model, compiled at its first call.
+
+    Raises:
+        ConfigError: That would need a C++ compiler, and there is none.
+    """
+    compilers = [os.environ["CXX"]] if "CXX" in os.environ else ["g++", "clang++", "c++"]
+    on_cpu = next(model.parameters()).device.type == "cpu"
+    if on_cpu and not any(shutil.which(name) for name in compilers):
+        raise ConfigError(
+            f"train.compile needs a C++ compiler on the CPU; found none of {', '.join(compilers)}",
+            hint="install g++, or set train.compile = false",
+        )
+    return torch.compile(model)
+
+
+def _open_data_together(spec: RunSpec, environment: RankEnvironment) -> TextData:
     """Opens the data on every rank; the first rank of each host prepares them for the others."""
 
     def opened() -> TextData:
         return open_checked_data(spec, environment.world_size)
 
-    if group is None:
+    if environment.world_size == 1:
         return opened()
     first = opened() if environment.local_rank == 0 else None
-    dist.monitored_barrier(group, timeout=timedelta(seconds=spec.deadlines.data_s))
-    data = first or opened()
+    wait = timedelta(seconds=spec.deadlines.data_s)
+    group: Any = dist.new_group(backend="gloo", timeout=wait)
     digests: list[Any] = [None] * environment.world_size
-    dist.all_gather_object(digests, data.digest, group=group)
-    if len(set(digests)) > 1:
-        found = ", ".join(f"rank {rank}: {each}" for rank, each in enumerate(digests))
+    dist.all_gather_object(digests, first.digest if first else None, group=group)
+    dist.destroy_process_group(group)
+    data = first or opened()
+    others = {rank: digest for rank, digest in enumerate(digests) if digest is not None}
+    if set(others.values()) != {data.digest}:
+        found = ", ".join(f"rank {rank}: {digest}" for rank, digest in others.items())
         raise DataError(
-            f"the ranks found different data ({found})",
+            f"rank {environment.rank} found other data ({data.digest}) than the rest ({found})",
             hint="every host must see the same files; with data.kind = stdlib also the same Python",
         )
     return data

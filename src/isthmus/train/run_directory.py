@@ -11,12 +11,13 @@ import fcntl
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any, Final
 
-from isthmus.errors import ConfigError
+from isthmus.errors import ConfigError, IsthmusError
 from isthmus.observe.events import RunFinished, RunStarted, Step
 from isthmus.observe.log import EventTail, events_path, follow
 from isthmus.spec.load import Resolved, load, to_toml
@@ -154,7 +155,9 @@ def open_run(
         ConfigError: If the explicit directory belongs to another configuration, or another
             process holds the run.
     """
-    base = explicit or root / resolved.spec.run_name
+    base = root / resolved.spec.run_name
+    if explicit is not None:
+        base = _usable(explicit)
     opened = _choose(
         resolved.spec, base, must_match=explicit is not None and not fresh, fresh=fresh
     )
@@ -167,12 +170,29 @@ def open_run(
     return opened
 
 
+def _usable(explicit: Path) -> Path:
+    """The directory that a user chose, as an absolute path.
+
+    Raises:
+        ConfigError: It is a file, or has something else than a run in it.
+    """
+    path = Path(os.path.abspath(explicit))
+    taken = path.is_dir() and not RunDirectory(path).run_toml.exists() and not _is_unused(path)
+    if taken or (path.exists() and not path.is_dir()):
+        what = "has something else in it" if taken else "is not a directory"
+        raise ConfigError(
+            f"--run-dir {explicit} {what}", hint="choose a directory for the run alone"
+        )
+    return path if explicit.name in ("", "..") else explicit
+
+
 def _claim(directory: RunDirectory) -> None:
     try:
         directory.lock()
-    except (FileExistsError, NotADirectoryError):
+    except OSError as error:
         raise ConfigError(
-            f"{directory.path} is not a directory", hint="choose another --run-dir"
+            f"{directory.path} cannot be used as a run's directory: {error.strerror}",
+            hint="choose another one with --run-dir",
         ) from None
 
 
@@ -201,11 +221,23 @@ def _choose(spec: RunSpec, base: Path, *, must_match: bool, fresh: bool) -> Open
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file so that it is there completely or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Writes a file so that it is there completely or not at all.
+
+    Raises:
+        IsthmusError: It can't be written; what was there before still is.
+    """
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.write_bytes(content)
-    partial.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_bytes(content)
+        partial.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise IsthmusError(
+            f"{path} cannot be written: {error.strerror}",
+            hint="free some space, or choose another --run-dir",
+        ) from error
 
 
 def count_attempts(directory: RunDirectory) -> int:

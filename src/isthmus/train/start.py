@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any, TextIO, cast
 
 from rich.console import Console
 
@@ -70,7 +71,7 @@ def train(resolved: Resolved[RunSpec], request: Request) -> int:
     environment = detect(os.environ)
     if environment is not None:
         return _join(resolved, request, environment)
-    spec, err = resolved.spec, Console(stderr=True)
+    spec, err = resolved.spec, _stderr()
     if "SLURM_JOB_ID" in os.environ:
         err.print("inside a SLURM job, but not one of several tasks: training on this host alone")
     num_ranks = spec.ranks or _default_ranks(spec) if request.ranks is None else request.ranks
@@ -87,7 +88,9 @@ def train(resolved: Resolved[RunSpec], request: Request) -> int:
         return _conclude(opened.directory, err)
     code = _launch(opened.directory, spec, num_ranks, err)
     if code == EXIT_INTERRUPTED:
-        err.print("stopped with a checkpoint; the same command goes on from there")
+        saved = any(opened.directory.checkpoints.glob("step-*"))
+        then = "with a checkpoint; the same command goes on from there"
+        err.print(f"stopped {then if saved else 'before the first checkpoint'}")
     elif code == EXIT_OK:
         _conclude(opened.directory, err)
     else:
@@ -107,7 +110,7 @@ def _join(resolved: Resolved[RunSpec], request: Request, environment: RankEnviro
         opened = open_run(
             resolved, explicit=request.run_dir, fresh=request.fresh, dry_run=request.dry_run
         )
-        _announce(opened, resolved.spec, environment.world_size, Console(stderr=True))
+        _announce(opened, resolved.spec, environment.world_size, _stderr())
         return EXIT_OK
     from isthmus.train.worker import join
 
@@ -115,7 +118,7 @@ def _join(resolved: Resolved[RunSpec], request: Request, environment: RankEnviro
         resolved, environment, root=DEFAULT_ROOT, explicit=request.run_dir, fresh=request.fresh
     )
     if environment.rank == 0:
-        return _conclude(opened.directory, Console(stderr=True))
+        return _conclude(opened.directory, _stderr())
     return EXIT_OK
 
 
@@ -125,19 +128,20 @@ def _launch(directory: RunDirectory, spec: RunSpec, num_ranks: int, err: Console
 
     def show() -> None:
         for event in tail.poll():
-            display.handle(event)
+            if not isinstance(event, Failure):  # the launcher says which one was the first
+                display.handle(event)
         display.tick(time.time())
 
     try:
         return launch(
-            [sys.executable, "-m", "isthmus.train.worker", str(directory.path)],
+            [sys.executable, "-m", "isthmus.train", str(directory.path)],
             num_ranks=num_ranks,
             run_dir=directory.path,
             grace_s=spec.deadlines.stop_grace_s,
             failure_grace_s=spec.deadlines.failure_grace_s,
             on_poll=show,
             on_output=_printer(err, num_ranks),
-            say=lambda text: err.print(text, highlight=False),
+            say=lambda text: err.print(text, soft_wrap=True),
         )
     finally:
         display.close()
@@ -166,7 +170,7 @@ def _printer(err: Console, num_ranks: int) -> Callable[[int, str, str], None]:
 
     def show(rank: int, stream: str, line: str) -> None:
         prefix = f"[rank {rank}] " if num_ranks > 1 else ""
-        err.print(prefix + line.rstrip("\n"), markup=False, highlight=False, soft_wrap=True)
+        err.print(prefix + line.rstrip("\n"), soft_wrap=True)
 
     return show
 
@@ -174,25 +178,52 @@ def _printer(err: Console, num_ranks: int) -> Callable[[int, str, str], None]:
 def _announce(opened: Opened, spec: RunSpec, num_ranks: int, err: Console) -> None:
     path = opened.directory.path
     if opened.changed_from is not None:
-        err.print(f"the configuration differs from that of {opened.changed_from}:")
-        err.print(describe(opened.differences), markup=False, highlight=False)
+        err.print(f"the configuration differs from that of {opened.changed_from}:", soft_wrap=True)
+        err.print(describe(opened.differences), soft_wrap=True)
     what = f"{spec.model.num_parameters:,} parameters, {num_ranks} rank{'s'[: num_ranks > 1]}"
     match opened.status:
         case Status.NEW:
-            err.print(f"training {spec.run_name} in {path} ({what})", highlight=False)
+            err.print(f"training {spec.run_name} in {path} ({what})", soft_wrap=True)
         case Status.RESUME:
-            err.print(f"resuming {path} ({what})", highlight=False)
+            err.print(f"resuming {path} ({what})", soft_wrap=True)
         case Status.FINISHED:
-            err.print(f"{path} is finished; --fresh trains it once more", highlight=False)
+            err.print(f"{path} is finished; --fresh trains it once more", soft_wrap=True)
 
 
 def _conclude(directory: RunDirectory, err: Console) -> int:
-    """Writes the report and prints its table."""
+    """Prints the report's table and writes its page."""
     report = build_report(directory.path)
-    json_path, html_path = write_report(report, directory.path)
-    render_table(report, Console())
-    err.print(f"report: {html_path} and {json_path.name}", highlight=False, soft_wrap=True)
+    render_table(report, Console(markup=False))
+    try:
+        json_path, html_path = write_report(report, directory.path)
+        err.print(f"report: {html_path} and {json_path.name}", soft_wrap=True)
+    except OSError as error:
+        err.print(f"the report's page could not be written: {error}", soft_wrap=True)
     return EXIT_OK
+
+
+def _stderr() -> Console:
+    """Where people are told things: texts are shown as they are, and nothing here ends a run."""
+    return Console(file=cast("TextIO", _Unbreakable(sys.stderr)), markup=False, highlight=False)
+
+
+class _Unbreakable:
+    """A text stream whose reader may go away: what can't be written then is dropped."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def _default_ranks(spec: RunSpec) -> int:

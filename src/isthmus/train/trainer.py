@@ -280,8 +280,8 @@ class Trainer:
             raise IsthmusError(
                 f"the training loss is {agreed.loss_nats} at step {self.progress.step}; "
                 f"the run can't go on from here, its last good state is that of {saved}",
-                hint="lower optimizer.learning_rate or optimizer.clip_norm, "
-                "or lengthen optimizer.schedule.warmup_steps",
+                hint="lower optimizer.learning_rate, clip gradients (optimizer.clip_norm), or "
+                "lengthen optimizer.schedule.warmup_steps",
             )
 
     def _interrupt(self, reason: str) -> None:

@@ -1,13 +1,12 @@
 """One rank of a run, from its environment to its exit code.
 
-Started by isthmus's own launcher as ``python -m isthmus.train.worker RUN_DIR``; under torchrun and
+Started by isthmus's own launcher as ``python -m isthmus.train RUN_DIR``; under torchrun and
 SLURM the command ``isthmus train`` finds itself to be a rank and calls :func:`join`.
 """
 
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import sys
 import time
@@ -17,6 +16,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from rich.console import Console
@@ -26,7 +26,7 @@ from isthmus.elastic import failures
 from isthmus.elastic.environment import RankEnvironment, detect
 from isthmus.elastic.rendezvous import Rendezvous, rendezvous
 from isthmus.elastic.signals import StopRequest
-from isthmus.errors import ConfigError, Interrupted, IsthmusError, LaunchError
+from isthmus.errors import ConfigError, DataError, Interrupted, IsthmusError, LaunchError
 from isthmus.observe.display import Display
 from isthmus.observe.events import Baselines, Event, Failure, Notice, RankStarted, RunStarted
 from isthmus.observe.log import EventLog
@@ -51,8 +51,6 @@ def main() -> None:
     environment = detect(os.environ)
     if environment is None or len(sys.argv) != 2:
         raise SystemExit("this module is started by `isthmus train`")
-    # Until the loop can stop after a step, a request ends this process without a word.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
     directory = RunDirectory(Path(sys.argv[1]))
     with failures.capture(directory.path, environment) as watch:
         spec = directory.load_spec()
@@ -152,6 +150,9 @@ def _train(
         _keep_manifest(directory, parts.data, environment)
         trainer = Trainer(spec, parts, environment, stop)
         trainer.resume()
+        if environment.rank == 0 and attempt > 1 and trainer.progress.step == 0:
+            message = "no checkpoint was found: the run begins again at its first step"
+            _emit(log, environment, Notice, message=message)
         if environment.rank == 0:
             _introduce(spec, parts, environment, trainer.progress.step, attempt)
 
@@ -198,7 +199,14 @@ def _keep_manifest(directory: RunDirectory, data: TextData, environment: RankEnv
     """
     kept = directory.data_manifest
     if kept.exists():
-        check_unchanged(Manifest.from_json(kept.read_bytes()), data.manifest)
+        try:
+            began_with = Manifest.from_json(kept.read_bytes())
+        except msgspec.DecodeError as error:
+            raise DataError(
+                f"{kept} is damaged: {error}",
+                hint="remove it if the data are still those that the run began with",
+            ) from None
+        check_unchanged(began_with, data.manifest)
     elif environment.rank == 0:
         write_whole(kept, data.manifest.to_json())
 
@@ -279,7 +287,3 @@ def _introduce(
 
 def _emit(log: EventLog, environment: RankEnvironment, event: type[Event], **fields: Any) -> None:
     log.emit(event(time_s=time.time(), rank=environment.rank, **fields))
-
-
-if __name__ == "__main__":
-    main()

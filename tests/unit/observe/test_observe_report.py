@@ -147,7 +147,7 @@ def test_the_table_shows_what_matters(whole_run: Path) -> None:
         "16.4 k tok/s",
         "gloo on lo",
         "failed (rank 1: OSError: m)",
-        "1 checkpoint, the last at step 4: 1 kB in 100 ms",
+        "1 checkpoint written, the last at step 4: 1 kB in 100 ms",
         "checkpoint c/6 passed over: torn",
         "warning: slow (rank 1)",
     ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,57 @@ def test_a_file_that_is_not_there_or_not_text(tmp_path: Path) -> None:
     (tmp_path / "bin.toml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="UTF-8"):
         load(RunSpec, tmp_path / "bin.toml")
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "optimizer.epsilon=inf",
+        "optimizer.weight_decay=nan",
+        "optimizer.betas=[2.0, 0.9]",
+        "optimizer.betas=[0.9, 1.0]",
+        "optimizer.learning_rate=-inf",
+        "train.steps=true",
+        "train.steps=99999999999999999999999999",
+        "train.steps=3\nseed=4",
+        "train.compile=3",
+        "train.steps=" + "[" * 5000,
+        "train.steps=" + "9" * 5000,
+        "name=" + "x" * 400,
+        "name=../up",
+    ],
+    ids=lambda setting: setting[:30],
+)
+def test_a_value_that_makes_no_sense_is_refused(setting: str) -> None:
+    with pytest.raises(ConfigError):
+        load(RunSpec, None, [setting])
+
+
+@pytest.mark.parametrize(
+    ("setting", "key", "meant"),
+    [
+        ("sync.codec=foo", "sync.codec: ", ""),
+        ("sync.bucket_size=3", "sync.bucket_size: ", "sync.bucket_bytes"),
+        ("optimizer.schedule.warmup=3", "optimizer.schedule.warmup: ", "warmup_steps"),
+        ("sync.codec={kind='int8', blok=3}", "sync.codec.blok: ", "sync.codec.block"),
+    ],
+)
+def test_a_key_is_named_as_it_was_written(setting: str, key: str, meant: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(RunSpec, None, [setting])
+    assert key in caught.value.message
+    assert meant in caught.value.message
+    assert f"(--set {setting})" in caught.value.message
+
+
+def test_odd_files_end_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "loop").symlink_to("loop")
+    for name in ("pipe", "loop"):
+        with pytest.raises(ConfigError, match=name):
+            load(RunSpec, tmp_path / name)
+    (tmp_path / "bom.toml").write_bytes(b"\xef\xbb\xbfseed = 3\r\n")
+    assert load(RunSpec, tmp_path / "bom.toml").spec.seed == 3
 
 
 @pytest.mark.parametrize("setting", ["train.steps", "=3", "train..steps=3", ".=1", ""])

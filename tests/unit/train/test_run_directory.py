@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -10,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from isthmus.errors import ConfigError
+from isthmus.errors import ConfigError, IsthmusError
 from isthmus.observe.events import RunFinished, Step
 from isthmus.observe.log import EventLog
 from isthmus.spec.load import Resolved, load
 from isthmus.spec.run import RunSpec
-from isthmus.train.run_directory import Opened, RunDirectory, Status, open_run
+from isthmus.train.run_directory import Opened, RunDirectory, Status, open_run, write_whole
 
 
 def run_of(*sets: str) -> Resolved[RunSpec]:
@@ -153,8 +152,26 @@ def test_one_process_at_a_time_and_the_lock_goes_with_it(tmp_path: Path) -> None
     RunDirectory(tmp_path / "r").lock()
 
 
-def test_a_file_in_the_way_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="not a directory"):
-        open_run(run_of(), root=tmp_path, explicit=tmp_path / "file" / "run")
-    assert os.listdir(tmp_path) == ["file"]
+@pytest.mark.parametrize("chosen", ["file", "file/run", "full", "", ".", "deep/" + "x" * 300])
+def test_a_directory_that_cannot_be_the_runs_own_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chosen: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("precious")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").write_text("precious")
+    with pytest.raises(ConfigError) as caught:
+        open_run(run_of(), root=tmp_path, explicit=Path(chosen))
+    assert "--run-dir" in caught.value.message + caught.value.hint
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "deep") == [
+        "file",
+        "full",
+    ]
+    assert [path.name for path in (tmp_path / "full").iterdir()] == ["thesis.tex"]
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "data.json").mkdir()
+    with pytest.raises(IsthmusError, match=r"data\.json cannot be written"):
+        write_whole(tmp_path / "data.json", b"{}")
+    assert [path.name for path in tmp_path.iterdir()] == ["data.json"]

@@ -43,3 +43,22 @@ def test_a_bad_batch_is_said_before_anything_is_written(
     with pytest.raises(ConfigError, match="does not divide"):
         start.train(load(RunSpec, None, ["train.global_batch_size=7"]), start.Request(ranks=2))
     assert list(tmp_path.iterdir()) == []
+
+
+GLOO = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Connection closed"
+
+
+def test_what_is_said_is_shown_as_it_is(capfd: pytest.CaptureFixture[str]) -> None:
+    err = start._stderr()
+    for text in (GLOO, "[/b]", "runs/[red]x[/red]", "☃"):
+        err.print(text, soft_wrap=True)
+        start._printer(err, 2)(1, "stderr", f"{text}\n")
+    shown = capfd.readouterr().err.splitlines()
+    assert shown[:2] == [GLOO, f"[rank 1] {GLOO}"]
+    assert "runs/[red]x[/red]" in shown
+
+
+def test_a_reader_that_went_away_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr("sys.stderr", full)
+        start._stderr().print("x" * 100_000)
