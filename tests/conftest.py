@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is first imported
 
@@ -23,6 +24,11 @@ settings.register_profile(
 settings.register_profile("ci", settings.get_profile("isthmus"), derandomize=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "isthmus"))
 
+if TYPE_CHECKING:
+    from pool import RankPool
+
+sys.path.append(str(Path(__file__).parent / "process"))  # the pool is for all tests that need ranks
+POOL: pytest.StashKey[RankPool] = pytest.StashKey()
 LEAK_GRACE_S = 2.0
 PROC = Path("/proc/self")
 
@@ -35,10 +41,26 @@ def _torch_seed() -> None:
         torch.manual_seed(0)
 
 
+@pytest.fixture(scope="session")
+def ranks(pytestconfig: pytest.Config) -> Iterator[RankPool]:
+    """Run functions on a few ranks: ``ranks.run(fn, world_size, **kwargs) -> results``."""
+    from pool import RankPool
+
+    pool = RankPool()
+    pytestconfig.stash[POOL] = pool
+    yield pool
+    pool.close()
+
+
 @pytest.fixture
-def own_resources() -> Callable[[], set[str]]:
-    """Names of what a session-wide helper holds; tests/process says what its pool does."""
-    return set
+def own_resources(pytestconfig: pytest.Config) -> Callable[[], set[str]]:
+    """What the pool of ranks holds is no test's leak."""
+
+    def held() -> set[str]:
+        pool = pytestconfig.stash.get(POOL, None)
+        return pool.own_resources if pool else set()
+
+    return held
 
 
 @pytest.fixture(autouse=True)

@@ -118,11 +118,9 @@ class Trainer:
         began_s = time.monotonic()
         train, last_step = self.spec.train, self.spec.train.steps
         upcoming = self._load_batch()
-        num_targets = self.parts.agreement.exchange(next_num_targets=upcoming.num_targets)
-        upcoming_targets = num_targets.next_num_targets
+        agreed = self.parts.agreement.exchange(next_num_targets=upcoming.num_targets)
         while self.progress.step < last_step:
-            upcoming, agreed = self._step(upcoming, upcoming_targets)
-            upcoming_targets = agreed.next_num_targets
+            upcoming, agreed = self._step(upcoming, agreed.next_num_targets)
             step = self.progress.step
             on_step(step)
             if agreed.stop_reason and step < last_step:
