@@ -133,6 +133,7 @@ class Worker:
         Raises:
             LaunchError: The child has ended.
         """
+        self._allowed_s = deadline_s
         try:
             self._connection.send((function, arguments, keywords, deadline_s))
         except OSError as error:
@@ -143,7 +144,7 @@ class Worker:
         try:
             if not self._connection.poll(deadline_s):
                 self.close()
-                raise LaunchError(f"a child process gave no answer within {deadline_s:g} s")
+                raise LaunchError(f"a child process gave no answer within {self._allowed_s:g} s")
             succeeded, answer = self._connection.recv()
         except (EOFError, OSError) as error:
             raise self._has_ended() from error

@@ -123,10 +123,10 @@ class Trainer:
             upcoming, agreed = self._step(upcoming, agreed.next_num_targets)
             step = self.progress.step
             on_step(step)
-            if agreed.stop_reason and step < last_step:
-                self._interrupt(agreed.stop_reason)
             if _is_due(step, train.validate_every_steps):
                 self.validate()
+            if agreed.stop_reason and step < last_step:
+                self._interrupt(agreed.stop_reason)
             if _is_due(step, self.spec.checkpoint.every_steps):
                 self.save()
         self.validate()
