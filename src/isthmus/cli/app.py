@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from isthmus.cli import checkpoint, config, doctor, report, train
+from isthmus.cli import checkpoint, config, doctor, lab, report, train
 from isthmus.errors import EXIT_FAILED, EXIT_OK, IsthmusError
 
 app = typer.Typer(
@@ -29,6 +29,7 @@ app.command("report")(report.report)
 app.command("doctor")(doctor.doctor)
 app.add_typer(config.app, name="config")
 app.add_typer(checkpoint.app, name="checkpoint")
+app.add_typer(lab.app, name="lab")
 
 
 def _print_version(wanted: bool) -> None:

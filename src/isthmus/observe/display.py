@@ -29,6 +29,7 @@ from isthmus.observe.events import (
     CheckpointSaved,
     Event,
     Failure,
+    FaultInjected,
     Notice,
     RunFinished,
     RunStarted,
@@ -222,6 +223,8 @@ class Display:
             case Failure():
                 what = f"{event.error_type}: {event.message}"
                 return Text(f"rank {event.rank} on {event.host} failed: {what}", "red")
+            case FaultInjected():
+                return Text(event.summary, "yellow")
             case Stopped():
                 return Text(f"stopped at step {event.step} by {event.reason}", "yellow")
             case RunFinished():

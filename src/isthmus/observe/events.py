@@ -199,6 +199,37 @@ class Failure(Event, frozen=True, kw_only=True):
     step: int | None = None
 
 
+class FaultInjected(Event, frozen=True, kw_only=True):
+    """A fault was made, or ended, on purpose. A lab writes it, to a log of its own.
+
+    Attributes:
+        fault: Its kind: ``"link_down"``, ``"partition"``.
+        target: What it befell: ``"oslo-paris"`` (a link), ``"a0:eth0"`` (a NIC), ``"a0"`` (a host).
+        value: What the target is from now on: ``"down"``, ``"20 Mbit/s"``, ``"as declared"``.
+        is_end: Whether the fault, or this part of it, ended.
+        since_start_s: Time since the lab started its command.
+        step: The last complete step that the lab knew of, if it followed a run's.
+        cause: ``"timeline"``, or ``"command"`` for a fault given by hand.
+        error: Why it could not be made; empty if it was.
+    """
+
+    fault: str
+    target: str
+    value: str
+    is_end: bool = False
+    since_start_s: float
+    step: int | None = None
+    cause: str = "timeline"
+    error: str = ""
+
+    @property
+    def summary(self) -> str:
+        """One line for people: ``link_down: oslo-paris is down``."""
+        ends = " ends" if self.is_end else ""
+        failed = f", which failed: {self.error}" if self.error else ""
+        return f"{self.fault}{ends}: {self.target} is {self.value}{failed}"
+
+
 class Stopped(Event, frozen=True, kw_only=True):
     """The run stopped early on request, such as ``"SIGINT"``; the same command goes on."""
 
@@ -224,6 +255,7 @@ AnyEvent = (
     | CheckpointRejected
     | Notice
     | Failure
+    | FaultInjected
     | Stopped
     | RunFinished
 )

@@ -42,6 +42,11 @@ def events_path(run_dir: Path, rank: int) -> Path:
     return run_dir / "events" / f"rank-{rank:05d}.jsonl"
 
 
+def lab_events_path(run_dir: Path) -> Path:
+    """Where a lab that runs a run writes the faults that it makes."""
+    return run_dir / "events" / "lab.jsonl"
+
+
 class EventLog:
     """Appends events to one file.
 
@@ -227,7 +232,7 @@ def read_events(path: Path) -> Reading:
 
 
 def read_run(run_dir: Path) -> Reading:
-    """All events of a run, the ranks merged by time; each rank's own order is kept.
+    """All events of a run, the ranks (and a lab's faults) merged by time, each in its own order.
 
     Raises:
         ConfigError: There is no such directory, or it holds no event log.
@@ -240,6 +245,8 @@ def read_run(run_dir: Path) -> Reading:
             f"{run_dir} holds no event log; expected events/rank-*.jsonl",
             hint="give the run directory of `isthmus train`, such as runs/NAME",
         )
+    if lab_events_path(run_dir).is_file():
+        paths.append(lab_events_path(run_dir))
     readings = [read_events(path) for path in paths]
     return Reading(
         list(heapq.merge(*(r.events for r in readings), key=lambda event: event.time_s)),

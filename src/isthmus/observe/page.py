@@ -245,6 +245,10 @@ def _notices_section(report: Report) -> Html:
         )
         for notice in report.notices
     ]
+    lines += [
+        _tagged("warning", "fault", f"{fault.summary} ({words.moment(fault.time_s)})")
+        for fault in report.faults
+    ]
     if report.loss.num_not_finite:
         steps = words.things(report.loss.num_not_finite, "step")
         where = f"in {steps}, first at step {report.loss.first_not_finite_step}"

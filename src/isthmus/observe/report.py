@@ -27,6 +27,7 @@ from isthmus.observe.events import (
     CheckpointSaved,
     Event,
     Failure,
+    FaultInjected,
     Notice,
     RankStarted,
     RunFinished,
@@ -162,6 +163,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     checkpoints_rejected: list[CheckpointRejected]
     notices: list[Notice]
     failures: list[Failure]
+    faults: list[FaultInjected]
     validations: list[Validation]
     curves: dict[str, Curve]
     num_unknown_events: int
@@ -184,7 +186,7 @@ def build_report(run_dir: Path, *, predicted: Prediction | None = None) -> Repor
 
 def summarize(reading: Reading, *, name: str, predicted: Prediction | None = None) -> Report:
     """The report of events that were read already; ``name`` serves where the run has none."""
-    events = reading.events
+    events = [event for event in reading.events if not isinstance(event, FaultInjected)]
     timeline = Timeline.of(events)
     own_rank = min((rank for rank, steps in timeline.steps.items() if steps), default=0)
     steps = timeline.steps.get(own_rank, [])
@@ -228,6 +230,7 @@ def summarize(reading: Reading, *, name: str, predicted: Prediction | None = Non
         checkpoints_rejected=[event for event in events if isinstance(event, CheckpointRejected)],
         notices=[event for event in events if isinstance(event, Notice)],
         failures=[event for event in events if isinstance(event, Failure)],
+        faults=[event for event in reading.events if isinstance(event, FaultInjected)],
         validations=timeline.validations,
         curves=_curves(steps),
         num_unknown_events=reading.num_unknown,

@@ -155,6 +155,7 @@ def _remarks(report: Report) -> list[Text]:
             Text(f"{notice.level}: {notice.message} (rank {notice.rank})", _LEVEL[notice.level])
             for notice in report.notices
         ),
+        *(Text(fault.summary, "yellow") for fault in report.faults),
         *(
             Text(f"rank {bad.rank} on {bad.host} failed: {bad.error_type}: {bad.message}", "red")
             for bad in report.failures

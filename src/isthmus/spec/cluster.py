@@ -17,6 +17,16 @@ from isthmus.spec.base import Spec
 from isthmus.spec.units import Bytes, BytesPerSecond, Seconds
 
 
+def _refuse_repeated(what: str, names: Iterable[str]) -> None:
+    repeated = [name for name, times in Counter(names).items() if times > 1]
+    if repeated:
+        raise PydanticCustomError(
+            "repeated_name",
+            "the {what} {name} is declared twice; names must differ",
+            {"what": what, "name": repeated[0]},
+        )
+
+
 class Nic(Spec):
     """A network interface of a host."""
 
@@ -44,6 +54,11 @@ class Host(Spec):
     nics: tuple[Nic, ...] = ()
     """Network interfaces; none means that the host talks to itself only."""
 
+    @model_validator(mode="after")
+    def _nics_are_unique(self) -> Self:
+        _refuse_repeated("NIC", (nic.name for nic in self.nics))
+        return self
+
     def names(self) -> tuple[str, ...]:
         """Names of the machines that this entry stands for."""
         if self.count == 1:
@@ -70,13 +85,23 @@ class Link(Spec):
     bandwidth_bytes_per_s: BytesPerSecond = Field(gt=0)
     """TCP goodput in each direction, shared by all hosts."""
     latency_s: Seconds = 0.0
-    """One-way delay."""
+    """One-way delay from a host of one site to a host of the other."""
     jitter_s: Seconds = 0.0
     """Standard deviation of the one-way delay."""
     loss: float = Field(0.0, ge=0, lt=1)
     """Share of packets lost."""
     failures_per_hour: float = Field(0.0, ge=0)
     """How often the link fails, on average."""
+
+    @model_validator(mode="after")
+    def _ends_differ(self) -> Self:
+        if self.between[0] == self.between[1]:
+            raise PydanticCustomError(
+                "link_to_itself",
+                "a link joins {site} with itself; expected two sites",
+                {"site": self.between[0]},
+            )
+        return self
 
 
 class ClusterSpec(Spec):
@@ -104,6 +129,7 @@ class ClusterSpec(Spec):
     def _names_are_unique(self) -> Self:
         _refuse_repeated("site", (site.name for site in self.sites))
         _refuse_repeated("host", self.host_names())
+        _refuse_repeated("link", (" - ".join(sorted(link.between)) for link in self.links))
         return self
 
     @model_validator(mode="after")
@@ -138,13 +164,3 @@ def _reachable(start: str, links: Iterable[Link]) -> set[str]:
                 reached |= fresh
                 frontier += fresh
     return reached
-
-
-def _refuse_repeated(what: str, names: Iterable[str]) -> None:
-    repeated = [name for name, times in Counter(names).items() if times > 1]
-    if repeated:
-        raise PydanticCustomError(
-            "repeated_name",
-            "the {what} {name} is declared twice; names must differ",
-            {"what": what, "name": repeated[0]},
-        )

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from isthmus.errors import ConfigError
 from isthmus.observe.events import RunFinished, RunStarted
-from isthmus.observe.log import EventTail, events_path, follow
+from isthmus.observe.log import EventTail, events_path, follow, lab_events_path
 from isthmus.spec.load import Resolved, load, to_toml
 from isthmus.spec.run import RunSpec, differences
 
@@ -244,4 +244,9 @@ def _next_free(base: Path) -> Path:
 
 
 def _is_unused(path: Path) -> bool:
-    return all(entry.name == ".lock" for entry in path.iterdir())
+    """Whether nothing is there but a lock, and the log of a lab that is about to start the run."""
+    lab = lab_events_path(path)
+    return all(
+        entry.name == ".lock" or (entry == lab.parent and list(entry.iterdir()) == [lab])
+        for entry in path.iterdir()
+    )

@@ -193,7 +193,9 @@ class Trainer:
         rate = self.spec.optimizer.learning_rate_at(self.progress.step, self.spec.train.steps)
         for group in parts.optimizer.param_groups:
             group["lr"] = rate
-        nll_nats = self._forward_backward(batch, scale=self._place.world_size / max(1, global_targets))
+        nll_nats = self._forward_backward(
+            batch, scale=self._place.world_size / max(1, global_targets)
+        )
         self.progress.step += 1
         self.progress.next_sample += self.spec.train.global_batch_size
         upcoming = self._load_batch()

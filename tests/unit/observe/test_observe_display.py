@@ -17,6 +17,7 @@ from isthmus.observe import (
     CheckpointSaved,
     Display,
     Failure,
+    FaultInjected,
     Notice,
     RunFinished,
     RunStarted,
@@ -91,6 +92,9 @@ def test_what_happens_once_is_always_shown(
         CheckpointSaved(**at, step=5, path="c/5", nbytes=2_000_000, duration_s=0.5),
         Notice(**at, message="slow disk"),
         Failure(time_s=1002.0, rank=1, host="b", error_type="OSError", message="gone"),
+        FaultInjected(
+            **at, fault="nic_down", target="a0:eth0", value="down", since_start_s=1.0
+        ),
         Stopped(**at, step=5, reason="SIGINT"),
         RunFinished(**at, step=10, duration_s=30.0),
     ):
@@ -105,6 +109,7 @@ def test_what_happens_once_is_always_shown(
         "checkpoint at step 5: 2 MB in 500 ms  c/5",
         "warning: slow disk (rank 0)",
         "rank 1 on b failed: OSError: gone",
+        "nic_down: a0:eth0 is down",
         "stopped at step 5 by SIGINT",
         "finished 10 steps in 30 s",
     ]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,7 +22,9 @@ from isthmus.observe import (
     CheckpointRejected,
     CheckpointSaved,
     Event,
+    EventLog,
     Failure,
+    FaultInjected,
     Notice,
     Prediction,
     RankStarted,
@@ -33,6 +36,7 @@ from isthmus.observe import (
     Validation,
     build_report,
     events_path,
+    lab_events_path,
     render_page,
     render_table,
     report_json,
@@ -239,6 +243,30 @@ def test_a_log_without_events(tmp_path: Path) -> None:
     assert "no events yet" in table(report)
     assert "no events yet" in render_page(report)
     strict_json(report)
+
+
+def test_a_labs_faults_are_reported_and_change_no_figure(whole_run: Path) -> None:
+    before = build_report(whole_run)
+    with EventLog(lab_events_path(whole_run)) as log:
+        for time_s, is_end, error in ((1.0, False, ""), (1e6, True, "no such device")):
+            log.emit(
+                FaultInjected(
+                    time_s=time_s,
+                    rank=-1,
+                    fault="link_down",
+                    target="oslo-paris",
+                    value="up" if is_end else "down",
+                    is_end=is_end,
+                    since_start_s=time_s,
+                    error=error,
+                )
+            )
+    report = build_report(whole_run)
+    assert msgspec.structs.replace(report, faults=[]) == before
+    for view in (table(report), render_page(report)):
+        assert "link_down: oslo-paris is down" in view
+        assert "link_down ends: oslo-paris is up, which failed: no such device" in view
+    assert [fault["target"] for fault in strict_json(report)["faults"]] == ["oslo-paris"] * 2
 
 
 def test_a_directory_without_a_log_is_an_error(tmp_path: Path) -> None:

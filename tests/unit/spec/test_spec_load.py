@@ -195,3 +195,34 @@ def test_a_cluster_counts_its_devices(tmp_path: Path) -> None:
     assert cluster.num_devices == 9
     assert cluster.host_names() == ("h0", "h1", "g")
     assert cluster.links[0].bandwidth_bytes_per_s == 12.5e6
+
+
+@pytest.mark.parametrize(
+    ("links", "nics", "part"),
+    [
+        ('[{between=["a","a"], bandwidth="1 MB/s"}]', "[]", "joins a with itself"),
+        (
+            '[{between=["a","b"], bandwidth="1 MB/s"}, {between=["b","a"], bandwidth="2 MB/s"}]',
+            "[]",
+            "the link a - b is declared twice",
+        ),
+        (
+            '[{between=["a","b"], bandwidth="1 MB/s"}]',
+            '[{bandwidth="1 MB/s"}, {bandwidth="1 MB/s"}]',
+            "the NIC eth0 is declared twice",
+        ),
+        ('[{between=["a","b"], bandwidth="0 MB/s"}]', "[]", "greater than 0"),
+    ],
+)
+def test_links_and_nics_that_cannot_be(tmp_path: Path, links: str, nics: str, part: str) -> None:
+    text = f"""
+        links = {links}
+        [[sites]]
+        name = "a"
+        hosts = [{{name = "x", nics = {nics}}}]
+        [[sites]]
+        name = "b"
+        hosts = [{{name = "y"}}]
+    """
+    with pytest.raises(ConfigError, match=part):
+        load(ClusterSpec, write(tmp_path / "cluster.toml", text))

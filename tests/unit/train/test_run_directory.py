@@ -12,7 +12,7 @@ import pytest
 
 from isthmus.errors import ConfigError
 from isthmus.observe.events import RunFinished
-from isthmus.observe.log import EventLog
+from isthmus.observe.log import EventLog, lab_events_path
 from isthmus.spec.load import Resolved, load
 from isthmus.spec.run import RunSpec
 from isthmus.train.run_directory import Opened, RunDirectory, Status, open_run
@@ -130,3 +130,11 @@ def test_a_file_in_the_way_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not a directory"):
         open_run(run_of(), root=tmp_path, explicit=tmp_path / "file" / "run")
     assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_directory_where_a_lab_logs_its_faults_is_still_unused(tmp_path: Path) -> None:
+    log = lab_events_path(tmp_path / "r")
+    log.parent.mkdir(parents=True)
+    log.touch()
+    opened = open_run(run_of(), root=tmp_path, dry_run=True)
+    assert opened.directory.path == tmp_path / "r"
