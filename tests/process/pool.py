@@ -362,6 +362,7 @@ def form_group(call: Call, store_file: str) -> None:
         world_size=call.world_size,
         timeout=timedelta(seconds=call.group_timeout_s),
     )
+    dist.barrier()  # a rank that is done at once must not leave while another still connects
 
 
 def load_module(call: Call) -> ModuleType:
