@@ -180,6 +180,8 @@ def test_a_doctor_that_is_stopped_leaves_no_process(tmp_path: Path, number: sign
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # Started in the background by a script, pytest ignores Ctrl-C, and so would its child.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as doctor:
         assert doctor.stdout
         for line in doctor.stdout:
@@ -189,9 +191,8 @@ def test_a_doctor_that_is_stopped_leaves_no_process(tmp_path: Path, number: sign
         assert children
         doctor.send_signal(number)
         complaints = doctor.stderr.read() if doctor.stderr else ""
-        was_done = "failed" in doctor.stdout.read()  # on a busy machine the signal may come late
     assert "Traceback" not in complaints
-    assert was_done or doctor.returncode != 0
+    assert doctor.returncode != 0
     _, alive = psutil.wait_procs(children, timeout=PATIENCE_S)
     assert not alive
     assert list(tmp_path.iterdir()) == []
